@@ -1,0 +1,32 @@
+"""The config of a run: schema, YAML loader, overrides, names. Strings only; imports pydantic and PyYAML, no torch."""
+
+from __future__ import annotations
+
+from quaver.config.base import Section
+from quaver.config.data import DataConfig, SourceConfig
+from quaver.config.dump import dump_yaml
+from quaver.config.loader import load_config, parse_config
+from quaver.config.low_precision import LowPrecisionConfig, ReplacementRule
+from quaver.config.model import ModelConfig
+from quaver.config.schema import FSDPConfig, GradientCheckpointingConfig, ParallelConfig, RunConfig
+from quaver.config.training import CheckpointConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+
+__all__ = [
+    "RunConfig",
+    "load_config",
+    "parse_config",
+    "dump_yaml",
+    "ModelConfig",
+    "LowPrecisionConfig",
+    "ReplacementRule",
+    "FSDPConfig",
+    "ParallelConfig",
+    "GradientCheckpointingConfig",
+    "DataConfig",
+    "SourceConfig",
+    "TrainingConfig",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "CheckpointConfig",
+    "Section",
+]
