@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+_PIECE_NUMEL = 1 << 19  # elements per thread; measured best of 2^16..2^22 for chains of element-wise operations
 
 
 def check_float(x: Tensor, what: str) -> None:
@@ -29,10 +33,35 @@ def check_decoded_dtype(dtype: torch.dtype, what: str) -> None:
         raise TypeError(f"{what} gives float32 or bfloat16, not {dtype}")
 
 
+def pieces(length: int, row_numel: int, device: torch.device) -> Iterator[slice]:
+    """Slices of an axis of `length` rows, `row_numel` elements each, that together cover it.
+
+    On a CPU a slice is small enough that the temporaries of a chain of element-wise operations stay in cache and
+    in the allocator's arena: about twice as fast as whole-tensor passes. Elsewhere, and while compiling, one slice.
+    """
+    step = length
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        step = max(1, _PIECE_NUMEL * torch.get_num_threads() // max(1, row_numel))
+    for start in range(0, length, max(1, step)):
+        yield slice(start, min(start + step, length))
+
+
+def looks_clean(flags: Tensor) -> bool:
+    """True where a look at `flags` proves on the host that none is set; False may also mean "cannot look".
+
+    Lets a CPU skip a pass that only rare values need. On an accelerator looking would wait for the device, and
+    while compiling it would break the graph, so there the pass is simply made.
+    """
+    return flags.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(flags.any())
+
+
 def lookup(table: Tensor, index: Tensor) -> Tensor:
     """`table[index]` for a 1-d table; contiguous, shaped as `index` (any integer dtype, values within the table).
 
     index_select over int32 is several times faster on a CPU than advanced indexing, which wants int64.
     """
-    flat = index.to(torch.int32).contiguous().view(-1)
-    return table.index_select(0, flat).view(index.shape)
+    out = torch.empty(index.shape, dtype=table.dtype, device=index.device)
+    flat_index, flat_out = index.contiguous().view(-1), out.view(-1)
+    for part in pieces(flat_index.numel(), 1, index.device):
+        torch.index_select(table, 0, flat_index[part].to(torch.int32), out=flat_out[part])
+    return out

@@ -7,11 +7,13 @@ both the exponent and the non-finite policy, and shards of one block may exchang
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.formats._common import check_codes, check_decoded_dtype, check_float, lookup
+from quaver.formats._common import check_codes, check_decoded_dtype, check_float, looks_clean, lookup, pieces
 
 BLOCK = 32
 """Elements that share a scale (OCP MX v1.0)."""
@@ -132,22 +134,21 @@ def blocked(x: Tensor, axis: int) -> Tensor:
 
 
 def encode_blocked(x_blocks: Tensor, scales: Tensor) -> Tensor:
-    """Codes of a blocked view; `scales` broadcasts to it."""
-    # 2^(127 - scale) as a bit pattern: 254 - scale is its biased exponent, but for byte 254 a subnormal. The
-    # product is exact, unless it underflows far below E4M3's smallest step, where it rounds to zero anyhow.
-    scaled = x_blocks * _power_of_two(254 - scales.to(torch.int16), x_blocks.dtype)
-    codes = scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    nonfinite = scales == NAN_SCALE
-    # On a CPU a look at the scales (1/32 of the data) saves a pass over the codes; elsewhere it would be a sync.
-    if x_blocks.device.type != "cpu" or torch.compiler.is_compiling() or bool(nonfinite.any()):
-        codes = codes.masked_fill(nonfinite, 0)
+    """Codes of a blocked view, contiguous; `scales` broadcasts to it and has its number of axes."""
+    codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x_blocks.device)
+    for part in _parts(x_blocks):
+        _encode_into(codes[part], x_blocks[part], scales[part])
     return codes
 
 
 def quantize_blocked(x_blocks: Tensor, block_axis: int, scale_rule: str) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a blocked view whose axis `block_axis` has length 32; scales keep that axis with length 1."""
-    scales = exponents_from_amax_bits(_reduce_amax(x_blocks, block_axis), scale_rule)
-    return encode_blocked(x_blocks, scales), scales
+    """(codes, scales) of a blocked view, contiguous; the scales keep `block_axis`, of length 32, with length 1."""
+    codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x_blocks.device)
+    scales = codes.new_empty([1 if i == block_axis else n for i, n in enumerate(x_blocks.shape)])
+    for part in _parts(x_blocks):
+        scales[part] = exponents_from_amax_bits(_reduce_amax(x_blocks[part], block_axis), scale_rule)
+        _encode_into(codes[part], x_blocks[part], scales[part])
+    return codes, scales
 
 
 def scale_values(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,19 +193,25 @@ def scale_shape(shape: torch.Size, axis: int) -> tuple[int, ...]:
     return (*shape[:axis], -(-shape[axis] // BLOCK), *shape[axis + 1 :])
 
 
+def _parts(x_blocks: Tensor) -> Iterator[slice]:
+    return pieces(x_blocks.shape[0], x_blocks.numel() // max(1, x_blocks.shape[0]), x_blocks.device)
+
+
+def _encode_into(codes: Tensor, x_blocks: Tensor, scales: Tensor) -> None:
+    # 2^(127 - scale) as a bit pattern: 254 - scale is its biased exponent, but for byte 254 a subnormal. The
+    # product is exact, unless it underflows far below E4M3's smallest step, where it rounds to zero anyhow.
+    scaled = x_blocks * _power_of_two(254 - scales.to(torch.int16), x_blocks.dtype)
+    codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-_E4M3_MAX, _E4M3_MAX))
+    nonfinite = scales == NAN_SCALE
+    if not looks_clean(nonfinite):
+        codes.masked_fill_(nonfinite, 0)
+
+
 def _reduce_amax(x_blocks: Tensor, block_axis: int) -> Tensor:
     """int32 FP32 bits of the largest magnitude over `block_axis`, kept with length 1."""
-    wide = x_blocks.dtype == torch.float32
-    bits = x_blocks.view(torch.int32) & 0x7FFFFFFF if wide else x_blocks.view(torch.int16) & 0x7FFF
-    if bits.stride(block_axis) == 1:
-        # Along the contiguous axis torch reduces element by element; halving stays vectorised.
-        width = BLOCK
-        while width > 1:
-            width //= 2
-            bits = torch.maximum(bits.narrow(block_axis, 0, width), bits.narrow(block_axis, width, width))
-    else:
-        bits = bits.amax(block_axis, keepdim=True)
-    return bits if wide else bits.to(torch.int32) << 16
+    if x_blocks.dtype == torch.float32:
+        return (x_blocks.view(torch.int32) & 0x7FFFFFFF).amax(block_axis, keepdim=True)
+    return (x_blocks.view(torch.int16) & 0x7FFF).amax(block_axis, keepdim=True).to(torch.int32) << 16
 
 
 def _power_of_two(biased: Tensor, dtype: torch.dtype) -> Tensor:

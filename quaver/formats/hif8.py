@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.formats._common import check_codes, check_decoded_dtype, check_float, lookup
+from quaver.formats._common import check_codes, check_decoded_dtype, check_float, looks_clean, lookup, pieces
 
 SCALE_MAX_INPUT = 15.0
 """Format maximum for inputs and weights: 1.875 * 2^3, the largest value that still has a three-bit mantissa."""
@@ -132,20 +132,30 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
         raise TypeError("hif8.quantize takes its scale as a float32 tensor")
     # Both operands on one device: CUDA multiplies by the reciprocal of a CPU scalar, which rounds twice.
     x, scale = x.detach(), scale.detach().to(x.device)
-    if x.dtype == torch.bfloat16 and scale.numel() == 1 and x.numel() >= BF16_TABLE_MIN_NUMEL:
-        patterns = _table("bf16_patterns", torch.float32, x.device)
-        table = _encode_fp32(patterns / scale.reshape(()), "saturate")
-        return lookup(table, x.view(torch.uint16))
+    if scale.numel() == 1:
+        if x.dtype == torch.bfloat16 and x.numel() >= BF16_TABLE_MIN_NUMEL:
+            patterns = _table("bf16_patterns", torch.float32, x.device)
+            return lookup(_encode_fp32(patterns, "saturate", scale), x.view(torch.uint16))
+        return _encode_fp32(x, "saturate", scale)
     quotient = x.float() / scale
     if quotient.shape != x.shape:
         raise ValueError(f"scale of shape {tuple(scale.shape)} does not broadcast to x of {tuple(x.shape)}")
     return _encode_fp32(quotient, "saturate")
 
 
-def _encode_fp32(x: Tensor, overflow: str) -> Tensor:
-    """FP32 -> codes by the top thirteen bits; NaN apart, because its payload may lie in the low bits alone."""
-    index = (x.view(torch.int32) >> 19).add_(4096)  # arithmetic shift: -4096..4095
-    return lookup(_table(f"encode_{overflow}", torch.uint8, x.device), index).masked_fill_(x != x, NAN)
+def _encode_fp32(x: Tensor, overflow: str, scale: Tensor | None = None) -> Tensor:
+    """FP32 words (of x / scale where a one-element scale is given) -> codes, by their top thirteen bits."""
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    table = _table(f"encode_{overflow}", torch.uint8, x.device)
+    flat_x, flat_codes = x.contiguous().view(-1), codes.view(-1)
+    for part in pieces(x.numel(), 1, x.device):
+        words = flat_x[part] if scale is None else flat_x[part].float() / scale.reshape(())
+        index = (words.view(torch.int32) >> 19).add_(4096)  # arithmetic shift: -4096..4095
+        torch.index_select(table, 0, index, out=flat_codes[part])
+        # A NaN whose payload lies below the top thirteen bits looks like Inf; without Inf codes there is none.
+        if not looks_clean(flat_codes[part].bitwise_and(0x7F) == INFINITY):
+            flat_codes[part].masked_fill_(words != words, NAN)
+    return codes
 
 
 def _bf16_table(overflow: str, device: torch.device) -> Tensor:
