@@ -21,7 +21,10 @@ def parameters(shapes=SHAPES, seed=0):
     generator = torch.Generator().manual_seed(seed)
     made = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for parameter in made:
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * 1e-3
+        # magnitudes over 9 decades: FP64 sums of squares of one magnitude are nearly exact and would hide the
+        # order
+        magnitude = 10.0 ** (9 * torch.rand(parameter.shape, generator=generator) - 9)
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * magnitude
     return made
 
 
@@ -56,6 +59,7 @@ def test_bits_are_those_of_the_documented_order():
         for row in rows:
             pieces = [defined_order([v * v for v in piece.tolist()]) for piece in row.split(65_536)]
             row_sums.append(defined_order(pieces))
+    assert torch.cat(grad_norm.row_square_sums([p.grad for p in made])).tolist() == row_sums
     assert gradient_norm(made).item() == math.sqrt(defined_order(row_sums))
 
 
@@ -67,7 +71,7 @@ def test_bits_are_those_of_the_documented_order():
     block=st.sampled_from([1, 64, 1000, 262_144]),
 )
 def test_row_sums_do_not_depend_on_the_split_or_the_block(rows, width, cuts, block):
-    gradient = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows * 1000 + width))
+    gradient = parameters([(rows, width)], seed=rows * 1000 + width)[0].grad
     whole = grad_norm.row_square_sums([gradient])[0]
     edges = sorted({0, rows, *(min(c, rows) for c in cuts)})
     parts = [gradient[a:b] for a, b in pairwise(edges)]
@@ -168,6 +172,8 @@ def _sharded(rank, world_size, rendezvous, result):
         full, parameter.grad = parameter.grad, None
         parameter.data = distribute_tensor(parameter.data, mesh, [placement])
         parameter.grad = distribute_tensor(full, mesh, [placement])
+    gradients = [parameter.grad for parameter in made]
+    rows = grad_norm._gather(gradients, grad_norm.row_square_sums([g.to_local() for g in gradients]))
     norm = gradient_norm(made)
     clip_(made, norm, 0.1)
     clipped = [parameter.grad.full_tensor() for parameter in made]
@@ -177,18 +183,20 @@ def _sharded(rank, world_size, rendezvous, result):
         gradient_norm(made[:1])
     except PlanError as error:
         refused = str(error)
-    torch.save({"norm": norm, "clipped": clipped, "refused": refused}, f"{result}.{rank}")
+    torch.save({"rows": rows, "norm": norm, "clipped": clipped, "refused": refused}, f"{result}.{rank}")
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sharded_gradients_give_the_bits_of_one_process(tmp_path, world_size):
     made = parameters(DISTRIBUTED_SHAPES)
+    rows = grad_norm.row_square_sums([p.grad for p in made])
     norm = gradient_norm(made)
     clip_(made, norm, 0.1)
     mp.spawn(_sharded, (world_size, tmp_path / "rendezvous", tmp_path / "result"), nprocs=world_size)
     for rank in range(world_size):
         got = torch.load(f"{tmp_path / 'result'}.{rank}", weights_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(got["rows"], rows, strict=True))
         assert got["norm"].item() == norm.item()
         assert all(torch.equal(a, p.grad) for a, p in zip(got["clipped"], made))
         assert "P(sum)" in got["refused"]
