@@ -22,7 +22,7 @@ from quaver.errors import PlanError
 
 _TOKEN = re.compile(r"(?P<literal>[A-Za-z0-9_-]+)|(?P<star>\*)|\{(?P<integers>[^{}]*)\}")
 _RANGE = re.compile(r"(?P<low>0|[1-9][0-9]{0,8})(?:-(?P<high>0|[1-9][0-9]{0,8}))?")
-_SYNTAX = "use names, `*` (within one level), `**` (any depth), `{*}` (any integer), `{0-3,7}` (these integers)"
+_SYNTAX = "use names, `*` (in one level), `**` (any depth), `{*}` (any integer), `{0-3,7}` (these integers)"
 _DIGITS = "digits beside braces can never match a whole integer"
 
 
