@@ -1,0 +1,27 @@
+"""Backends: what quantises and multiplies in eight bits, the contract they share, and the ledger.
+
+Reading order: contract.py, ledger.py, codecs.py, reference.py. May import: torch, formats, config (types), errors.
+"""
+
+from quaver.backends.contract import (
+    CONTRACTED,
+    GEMMS,
+    Backend,
+    Gemm,
+    GemmSite,
+    Layout,
+    OperandError,
+    Orientation,
+    QuantizationRole,
+    QuantizedOperand,
+    ScalingSpec,
+)
+from quaver.backends.ledger import Ledger, PlannedSite, in_backward
+from quaver.backends.registry import backend_for
+from quaver.backends.reference import ReferenceBackend
+
+__all__ = [
+    "CONTRACTED", "GEMMS", "Backend", "Gemm", "GemmSite", "Layout", "Ledger", "OperandError", "Orientation",
+    "PlannedSite", "QuantizationRole", "QuantizedOperand", "ReferenceBackend", "ScalingSpec", "backend_for",
+    "in_backward",
+]

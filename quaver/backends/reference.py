@@ -1,0 +1,193 @@
+"""The reference backend: exact codecs and exact GEMM factors in plain torch, on any torch device.
+
+Operands are decoded to values that lose nothing (BF16 where every value is a normal BF16 number, else FP32),
+multiplied with FP32 accumulation and rounded once. So its numbers are what the eight-bit hardware's contract
+says, and a laptop's CPU computes them. May import: torch, errors, config, contract, codecs, ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from quaver.backends.codecs import BUILTIN_CODECS, Codec, Factors
+from quaver.backends.contract import (
+    GemmSite,
+    Layout,
+    OperandError,
+    Orientation,
+    QuantizationRole,
+    QuantizedOperand,
+    ScalingSpec,
+    check_group_list,
+    check_layout,
+)
+from quaver.backends.ledger import Ledger
+from quaver.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from quaver.config import LowPrecisionConfig
+
+DENSE_KERNEL = "reference_matmul"
+GROUPED_KERNEL = "reference_grouped_matmul"
+
+
+class ReferenceBackend:
+    """Quantise and multiply by the book; `codecs` maps format names to how they are coded."""
+
+    name = "reference"
+
+    def __init__(self, ledger: Ledger | None = None, codecs: Mapping[str, Codec] = BUILTIN_CODECS) -> None:
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.codecs = dict(codecs)
+
+    def codec(self, format: str) -> Codec:
+        """The codec of a format, or CapabilityError."""
+        if format not in self.codecs:
+            raise CapabilityError(
+                f"the reference backend has no codec for format {format!r}",
+                where="low_precision.format",
+                remedy=f"use one of {sorted(self.codecs)}, or hand a codec to ReferenceBackend(codecs=...)",
+            )
+        return self.codecs[format]
+
+    def check_capability(self, config: LowPrecisionConfig) -> None:
+        """The reference backend runs everywhere; only the format must be known to it."""
+        self.codec(config.format)
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        spec: ScalingSpec,
+        role: QuantizationRole,
+        orientation: Orientation,
+        group_list: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> QuantizedOperand:
+        """One orientation of a tensor; see `Backend.quantize`."""
+        codes, scale = self.codec(spec.format).quantize(tensor, spec, orientation, group_list, amax)
+        return QuantizedOperand(codes, scale, tensor.dtype, spec.format, orientation)
+
+    def quantize_dual(
+        self,
+        tensor: torch.Tensor,
+        *,
+        spec: ScalingSpec,
+        role: QuantizationRole,
+        group_list: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> tuple[QuantizedOperand, QuantizedOperand]:
+        """(row, col) of one tensor; formats without an axis are quantised once and share storage."""
+        codec = self.codec(spec.format)
+        codes, scale = codec.quantize(tensor, spec, "row", group_list, amax)
+        row = QuantizedOperand(codes, scale, tensor.dtype, spec.format, "row")
+        if codec.axis_free:
+            return row, row.as_orientation("col")
+        codes, scale = codec.quantize(tensor, spec, "col", group_list, amax)
+        return row, QuantizedOperand(codes, scale, tensor.dtype, spec.format, "col")
+
+    def low_precision_matmul(
+        self,
+        left: QuantizedOperand,
+        right: QuantizedOperand,
+        *,
+        layout: Layout,
+        output_dtype: torch.dtype,
+        site: GemmSite,
+    ) -> torch.Tensor:
+        """NN: [T,N]x[N,K]; NT: [T,K]x[N,K]^T; TN: [T,N]^Tx[T,K]. Raises OperandError on a misfit."""
+        check_layout(left, right, layout, site)
+        if left.data.ndim != 2 or right.data.ndim != 2:
+            raise OperandError(
+                f"dense operands are 2-D, got {tuple(left.shape)} and {tuple(right.shape)}",
+                where=f"{site.fqn} {site.gemm}",
+            )
+        inner = (left.shape[0 if layout[0] == "T" else 1], right.shape[1 if layout[1] == "T" else 0])
+        if inner[0] != inner[1]:
+            raise OperandError(
+                f"contracted lengths {inner[0]} and {inner[1]} differ: {tuple(left.shape)}, {tuple(right.shape)}",
+                where=f"{site.fqn} {site.gemm} ({layout})",
+            )
+        codec = self.codec(left.format)
+        wish = torch.bfloat16 if output_dtype is torch.bfloat16 else torch.float32
+        with self.ledger.record(site, kind="dense", format=left.format, kernel=DENSE_KERNEL):
+            a, b = codec.factors(left, wish), codec.factors(right, wish)
+            a_mat = a.values.t() if layout[0] == "T" else a.values
+            b_mat = b.values.t() if layout[1] == "T" else b.values
+            return multiply(a_mat, b_mat, product(a.alpha, b.alpha), output_dtype)
+
+    def low_precision_grouped_matmul(
+        self,
+        left: QuantizedOperand,
+        right: QuantizedOperand,
+        group_list: torch.Tensor,
+        *,
+        layout: Layout,
+        output_dtype: torch.dtype,
+        site: GemmSite,
+    ) -> torch.Tensor:
+        """One GEMM a non-empty group; a group without tokens adds no rows, and zeros under TN."""
+        check_layout(left, right, layout, site)
+        check_group_list(group_list, None if layout == "TN" else right.shape[0], left.shape[0], site)
+        codec = self.codec(left.format)
+        wish = torch.bfloat16 if output_dtype is torch.bfloat16 else torch.float32
+        with self.ledger.record(site, kind="grouped", format=left.format, kernel=GROUPED_KERNEL):
+            a = codec.factors(left, wish, group_list)
+            b = codec.factors(right, wish, group_list if layout == "TN" else None)
+            ends = group_list.tolist()
+            if layout == "TN":
+                return self._grouped_wgrad(a, b, ends, output_dtype)
+            b_values = b.values if layout == "NN" else b.values.transpose(-1, -2)
+            if b_values.shape[1] != a.values.shape[1]:
+                raise OperandError(
+                    f"contracted lengths differ: {tuple(left.shape)} and {tuple(right.shape)}",
+                    where=f"{site.fqn} {site.gemm} ({layout})",
+                )
+            out = a.values.new_empty((left.shape[0], b_values.shape[2]), dtype=output_dtype)
+            start = 0
+            for expert, end in enumerate(ends):
+                if end > start:
+                    alpha = product(a.alpha, b.alpha, expert)
+                    out[start:end] = multiply(a.values[start:end], b_values[expert], alpha, output_dtype)
+                start = end
+            return out
+
+    @staticmethod
+    def _grouped_wgrad(a: Factors, b: Factors, ends: list[int], output_dtype: torch.dtype) -> torch.Tensor:
+        """[E, N, K] of a = g [S, N] and b = x [S, K]."""
+        out = a.values.new_zeros((len(ends), a.values.shape[1], b.values.shape[1]), dtype=output_dtype)
+        alpha = product(a.alpha, b.alpha)
+        start = 0
+        for expert, end in enumerate(ends):
+            if end > start:
+                out[expert] = multiply(a.values[start:end].t(), b.values[start:end], alpha, output_dtype)
+            start = end
+        return out
+
+
+def product(a: torch.Tensor | None, b: torch.Tensor | None, expert: int | None = None) -> torch.Tensor | None:
+    """alpha_a * alpha_b in FP32, [E] scales indexed by `expert`; None where neither operand has one."""
+    if a is None or b is None:
+        return a if b is None else b
+    pick = [s[expert] if s.ndim == 1 and expert is not None else s for s in (a, b)]
+    return pick[0] * pick[1]
+
+
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, output_dtype: torch.dtype
+) -> torch.Tensor:
+    """a @ b * alpha, accumulated in FP32 and rounded once to `output_dtype`."""
+    if a.dtype is not b.dtype:  # one operand refused BF16: both go the exact FP32 way
+        a, b = a.float(), b.float()
+    if a.dtype is torch.bfloat16 and alpha is not None:
+        if a.device.type == "cpu":
+            # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no extra copy
+            return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=float(alpha))
+        a, b = a.float(), b.float()  # a host copy of alpha would stall the device
+    out = torch.mm(a, b)
+    if alpha is not None:
+        out = out * alpha
+    return out.to(output_dtype)

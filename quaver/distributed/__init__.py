@@ -1,0 +1,35 @@
+"""Ranks, mesh, and FSDP2 with tensors of several physical storages; this room knows no format.
+
+Reading order: gather.py (the protocol), fsdp.py (torch's private parts, guarded), world.py.
+"""
+
+from quaver.distributed.fsdp import (
+    PARAMS_BF16,
+    PARAMS_FP32,
+    FSDPBinding,
+    FSDPExtension,
+    bind,
+    is_sharded,
+    lazy_init,
+    like_sharded,
+    local_tensor,
+    reshard_all,
+    shard_module,
+)
+from quaver.distributed.gather import (
+    FSDPGatherContext,
+    FSDPLocalTensorExtension,
+    GatherError,
+    GatherMetadata,
+    PhysicalSchema,
+    check_outputs,
+    schema_of,
+)
+from quaver.distributed.world import check_shard_size, init_world, launched_world_size, shard_mesh
+
+__all__ = [
+    "PARAMS_BF16", "PARAMS_FP32", "FSDPBinding", "FSDPExtension", "FSDPGatherContext",
+    "FSDPLocalTensorExtension", "GatherError", "GatherMetadata", "PhysicalSchema", "bind", "check_outputs",
+    "check_shard_size", "init_world", "is_sharded", "launched_world_size", "lazy_init", "like_sharded",
+    "local_tensor", "reshard_all", "schema_of", "shard_mesh", "shard_module",
+]

@@ -1,0 +1,177 @@
+"""The experts' SwiGLU as one autograd node over tokens sorted by expert, every GEMM on quantised operands.
+
+    h_S2F = x_SH(row)   . gate_up[E,H,2F](col)     act_SF = silu(gate) * up
+    y_SH  = act_SF(row) . down[E,F,H](col)         out_TH = sum_k weight_Tk * y
+
+S = T * k rows, one per token and chosen expert, sorted by expert; `ends` are the groups' cumulative ends. Row
+quantisation is per token, so x is quantised once before the rows are copied k times; `col` blocks run along the
+rows and restart at each expert. Weights are seen as the grouped GEMM sees them, [E, K, N], and stored [E, N, K].
+Knows nothing of any model. May import: backends, recipe, dense (version check).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand
+from quaver.low_precision.dense import Weight, check_version
+from quaver.low_precision.recipe import LowPrecisionRecipe
+
+Role = QuantizationRole
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which rows go to which expert.
+
+    Args:
+        order_S: flat (token, choice) indices sorted by expert, stable.
+        inverse_S: where each flat (token, choice) went.
+        token_S: the token of each sorted row.
+        ends_E: int64 cumulative ends of the groups.
+        counts: rows per expert.
+    """
+
+    order_S: torch.Tensor
+    inverse_S: torch.Tensor
+    token_S: torch.Tensor
+    ends_E: torch.Tensor
+    counts: list[int]
+
+
+def route(index_Tk: torch.Tensor, experts: int, fqn: str) -> Routing:
+    """Sorts (token, choice) pairs by expert; OperandError if an index names no expert."""
+    flat = index_Tk.reshape(-1)
+    counts = torch.bincount(flat, minlength=experts)
+    if counts.numel() != experts:
+        raise OperandError(f"an expert index beyond the {experts} experts: {counts.numel() - 1}", where=fqn)
+    order = torch.argsort(flat, stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return Routing(order, inverse, order // index_Tk.shape[1], counts.cumsum(0), counts.tolist())
+
+
+def _rows(operand: QuantizedOperand, index_S: torch.Tensor) -> QuantizedOperand:
+    """Rows of a row-quantised operand, copied as codes; a per-tensor scale has no rows."""
+    scale = operand.scale if operand.scale.ndim == 0 else operand.scale.index_select(0, index_S)
+    return QuantizedOperand(
+        operand.data.index_select(0, index_S), scale, operand.logical_dtype, operand.format, "row"
+    )
+
+
+class _GroupedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: torch.Tensor,
+        weight_Tk: torch.Tensor,
+        routing: Routing,
+        gate_up: Weight,
+        down: Weight,
+        sites: tuple[str, str],
+        recipe: LowPrecisionRecipe,
+    ) -> torch.Tensor:
+        gmm, dtype, ends = recipe.backend.low_precision_grouped_matmul, x_TH.dtype, routing.ends_E
+        x_row = _rows(recipe.quantizer(Role.INPUT_FWD).quantize(x_TH, orientation="row"), routing.token_S)
+        h = gmm(
+            x_row, gate_up.select("col"), ends, layout="NN", output_dtype=dtype, site=GemmSite(sites[0], "fprop")
+        )
+        gate, up = h.chunk(2, -1)
+        act = F.silu(gate) * up
+        a_row, a_col = recipe.quantize_pair(act, Role.INPUT_FWD, Role.INPUT_BWD, ends)
+        y = gmm(a_row, down.select("col"), ends, layout="NN", output_dtype=dtype, site=GemmSite(sites[1], "fprop"))
+        if x_row.scale.ndim == 0:  # one scale, no axis: the same codes serve the token axis
+            x_col = x_row.as_orientation("col")
+        else:
+            x_SH = x_TH.index_select(0, routing.token_S)
+            x_col = recipe.quantizer(Role.INPUT_BWD).quantize(x_SH, orientation="col", group_list=ends)
+        ctx.save_for_backward(
+            x_col.data, x_col.scale, a_col.data, a_col.scale, h, y, weight_Tk,
+            routing.order_S, routing.inverse_S, routing.token_S, ends, gate_up, down,
+        )
+        ctx.sites, ctx.recipe, ctx.versions = sites, recipe, (gate_up.version, down.version)
+        T, k = weight_Tk.shape
+        # the k branches of a token are summed in FP32 and rounded once
+        chosen = y.index_select(0, routing.inverse_S).view(T, k, -1)
+        return (chosen.float() * weight_Tk.float().unsqueeze(-1)).sum(1).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (g_TH,) = grads
+        (xc, xs, ac, as_, h, y, weight_Tk, order, inverse, token, ends, gate_up, down) = ctx.saved_tensors
+        check_version(gate_up, ctx.versions[0])
+        check_version(down, ctx.versions[1])
+        recipe: LowPrecisionRecipe = ctx.recipe
+        gmm, dtype, fmt = recipe.backend.low_precision_grouped_matmul, g_TH.dtype, recipe.format
+        gradient = recipe.quantizer(Role.GRAD_OUTPUT)
+        wants_x, wants_weight, _, wants_gate_up, wants_down = ctx.needs_input_grad[:5]
+        T, k = weight_Tk.shape
+        dx = dweight = dgate_up = ddown = None
+        if wants_weight:
+            chosen = y.index_select(0, inverse).view(T, k, -1)
+            dweight = (chosen.float() * g_TH.float().unsqueeze(1)).sum(-1).to(weight_Tk.dtype)
+        g_S = g_TH.index_select(0, token).float() * weight_Tk.reshape(-1)[order].float().unsqueeze(1)
+        gy_row, gy_col = gradient.quantize_dual(g_S.to(dtype), group_list=ends)
+        if wants_down:
+            a_col = QuantizedOperand(ac, as_, dtype, fmt, "col")
+            ddown = gmm(gy_col, a_col, ends, layout="TN", output_dtype=dtype, site=GemmSite(ctx.sites[1], "wgrad"))
+            ddown = ddown.to(down.dtype)
+        if wants_x or wants_gate_up:
+            da = gmm(
+                gy_row, down.select("row"), ends, layout="NT", output_dtype=dtype, site=GemmSite(ctx.sites[1], "dgrad")
+            )
+            gate, up = h.chunk(2, -1)
+            dh = torch.cat([torch.ops.aten.silu_backward(da * up, gate), da * F.silu(gate)], -1)
+            gh_row, gh_col = gradient.quantize_dual(dh, group_list=ends)
+            if wants_gate_up:
+                x_col = QuantizedOperand(xc, xs, dtype, fmt, "col")
+                dgate_up = gmm(
+                    gh_col, x_col, ends, layout="TN", output_dtype=dtype, site=GemmSite(ctx.sites[0], "wgrad")
+                )
+                dgate_up = dgate_up.to(gate_up.dtype)
+            if wants_x:
+                dx_S = gmm(
+                    gh_row, gate_up.select("row"), ends, layout="NT", output_dtype=dtype,
+                    site=GemmSite(ctx.sites[0], "dgrad"),
+                )
+                dx = dx_S.index_select(0, inverse).view(T, k, -1).float().sum(1).to(dtype)
+        return dx, dweight, None, dgate_up, ddown, None, None
+
+
+def low_precision_grouped_swiglu(
+    x_TH: torch.Tensor,
+    index_Tk: torch.Tensor,
+    weight_Tk: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    sites: tuple[str, str],
+    recipe: LowPrecisionRecipe,
+) -> torch.Tensor:
+    """sum_k weight_Tk * SwiGLU_expert(x), all six GEMMs in eight bits.
+
+    Args:
+        x_TH: [T, H] tokens, BF16 or FP32.
+        index_Tk: [T, k] expert of each choice, int64.
+        weight_Tk: [T, k] combine weights, FP32; they get a gradient.
+        gate_up: [E, 2F, H], gate first; down: [E, H, F].
+        sites: FQNs of the two parameters, for the ledger and for errors.
+        recipe: formats, scaling and backend.
+
+    Returns:
+        [T, H] in x's dtype.
+    """
+    ledger, grads = recipe.backend.ledger, torch.is_grad_enabled()
+    routing = route(index_Tk, gate_up.shape[0], sites[0])
+    x_grad = grads and x_TH.requires_grad
+    gate_up_grad = grads and gate_up.requires_grad
+    ledger.announce(sites[0], input_grad=x_grad, weight_grad=gate_up_grad)
+    ledger.announce(
+        sites[1], input_grad=x_grad or gate_up_grad, weight_grad=grads and down.requires_grad
+    )
+    ledger.note_expert_tokens(sites[0].rpartition(".")[0] or sites[0], routing.counts)
+    return _GroupedSwiGLU.apply(x_TH, weight_Tk, routing, gate_up, down, sites, recipe)

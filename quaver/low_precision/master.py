@@ -1,0 +1,295 @@
+"""At rest: `MasterWeight`, the FP32 weight that optimisers, state dicts and FSDP see, with its codes beside it.
+
+Every op unwraps to the FP32 master, so stock optimisers, clipping and DTensor work on it. What it adds is a
+cache of physical eight-bit tensors that all its views share, and a count of writes: reading the cache after a
+write and before a refresh raises, naming the weight. May import: quantized, recipe, distributed, errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from quaver.backends import Orientation, QuantizedOperand
+from quaver.distributed import (
+    FSDPBinding,
+    FSDPExtension,
+    FSDPGatherContext,
+    GatherMetadata,
+    check_outputs,
+    schema_of,
+)
+from quaver.errors import StaleWeightError
+from quaver.low_precision.quantized import Physical, QuantizedWeightTensor, WeightSpec, check_master
+
+aten = torch.ops.aten
+
+# Fresh tensors that stay a MasterWeight (without codes): what FSDP2 and nn.Module make of a weight. Views stay
+# one as well, so that a write through any of them is counted.
+_KEEPS_CLASS = {
+    aten.clone.default, aten.new_zeros.default, aten.empty_like.default, aten._to_copy.default,
+    aten._pin_memory.default,
+}
+# GEMMs, and the transposes through which F.linear and matmul reach them, would be a silent high-precision path.
+_REFUSED = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.matmul.default,
+    aten.linear.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.mv.default,
+    aten.dot.default, aten.addmv.default, aten._grouped_mm.default,
+}
+
+
+@dataclass
+class WeightState:
+    """What all views of one master share: the codes, and whether they still belong to the master."""
+
+    physical: Physical = field(default_factory=dict)
+    writes: int = 0
+    fresh_at: int = -1
+    version: int = 0
+    refreshes: int = 0  # after optimiser steps; the first quantisation is not one
+    binding: FSDPBinding | None = None
+
+    @property
+    def stale(self) -> bool:
+        """True if the master was written since the codes were derived, or they never were."""
+        return self.fresh_at != self.writes
+
+
+class MasterWeight(FSDPExtension, torch.Tensor):
+    """An FP32 master [N, K] or [E, N, K] (or a shard of one) with its eight-bit cache."""
+
+    master: torch.Tensor
+    spec: WeightSpec
+    state: WeightState
+    owner: WeightState | None  # of a partial view: the state of the weight that a write through it changes
+    seen: int | None  # torch's version counter of `master` at the refresh: catches writes through plain aliases
+
+    @staticmethod
+    def __new__(
+        cls: type[MasterWeight],
+        master: torch.Tensor,
+        spec: WeightSpec,
+        state: WeightState | None = None,
+        owner: WeightState | None = None,
+    ) -> MasterWeight:
+        """A wrapper over a plain FP32 tensor."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            master.shape,
+            strides=master.stride(),
+            storage_offset=master.storage_offset(),
+            dtype=master.dtype,
+            device=master.device,
+        )
+
+    def __init__(
+        self,
+        master: torch.Tensor,
+        spec: WeightSpec,
+        state: WeightState | None = None,
+        owner: WeightState | None = None,
+    ) -> None:
+        if master.dtype is not torch.float32:
+            check_master(master, spec.fqn)
+        self.master = master
+        self.spec = spec
+        self.state = state if state is not None else WeightState()
+        self.owner = owner
+        self.seen = None
+
+    # the cache ---------------------------------------------------------------------------------------------
+
+    @property
+    def fqn(self) -> str:
+        """The weight's name."""
+        return self.spec.fqn
+
+    @property
+    def version(self) -> int:
+        """Counts every derivation of the codes."""
+        return self.state.version
+
+    @property
+    def stale(self) -> bool:
+        """True if the master was written, through this weight or a plain alias, since its codes were derived."""
+        return self.state.stale or (self.seen is not None and self.master._version != self.seen)
+
+    @property
+    def physical(self) -> Physical:
+        """The codes; StaleWeightError if the master has moved on since they were derived."""
+        state = self.state
+        if self.stale:
+            why = "has not been quantised yet" if state.version == 0 else "was written since its codes were derived"
+            raise StaleWeightError(
+                f"the quantised weight {why}",
+                where=self.fqn,
+                remedy="call quaver.attach(optimizer, model) so that each optimizer step refreshes it, or "
+                "quaver.refresh(model) after writing it yourself",
+            )
+        return state.physical
+
+    def select(self, orientation: Orientation) -> QuantizedOperand:
+        """The operand of an orientation."""
+        return self.spec.recipe.weight_class.operand(self.physical, self.spec, orientation)
+
+    @torch.no_grad()
+    def refresh(self, *, group: dist.ProcessGroup | None = None, after_step: bool = False) -> None:
+        """Derives the codes from the master as it is now.
+
+        Args:
+            group: the shard group, where a per-tensor scale must be one for all ranks.
+            after_step: count it as a refresh that an optimiser step caused.
+        """
+        amax = None
+        if group is not None and dist.get_world_size(group) > 1 and self.spec.kind == "dense":
+            amax = self.master.abs().amax().float()
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        self.state.physical = self.spec.recipe.weight_class.quantize_master(self.master, self.spec, amax)
+        self.state.fresh_at = self.state.writes
+        self.seen = None if self.master.is_inference() else self.master._version
+        self.state.version += 1
+        self.state.refreshes += int(after_step)
+
+    # gather protocol ---------------------------------------------------------------------------------------
+
+    @property
+    def fsdp_binding(self) -> FSDPBinding | None:  # type: ignore[override]
+        """The FSDP parameter that this shard belongs to."""
+        return self.state.binding
+
+    @fsdp_binding.setter
+    def fsdp_binding(self, binding: FSDPBinding | None) -> None:
+        self.state.binding = binding
+
+    def pre_all_gather(
+        self, context: FSDPGatherContext, logical_shape: torch.Size, world_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], GatherMetadata]:
+        """The physical tensors that this phase needs."""
+        physical = self.physical
+        names = self.spec.recipe.weight_class.gather_fields(self.spec, context)
+        fields = {name: physical[name] for name in names}
+        metadata = GatherMetadata(schema_of(fields), tuple(logical_shape), world_size, self.version)
+        return tuple(fields.values()), metadata
+
+    def post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: GatherMetadata, out: Any = None
+    ) -> torch.Tensor:
+        """The whole weight in flight."""
+        weight_class = self.spec.recipe.weight_class
+        fields = weight_class.fold_gathered(check_outputs(outputs, metadata, self.fqn), self.spec)
+        if out is None:
+            return weight_class(fields, metadata.logical_shape, self.spec, [metadata.version])
+        if not isinstance(out, QuantizedWeightTensor):
+            raise StaleWeightError(f"gather into a {type(out).__name__}", where=self.fqn)
+        out.physical.clear()
+        out.physical.update(fields)
+        out.version_cell[0] = metadata.version
+        return out
+
+    # tensor subclass ---------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        status = "stale" if self.stale else "fresh"
+        return f"MasterWeight({self.fqn!r}, {tuple(self.shape)}, {self.spec.recipe.id}, {status})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As in torch: a detached alias."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise StaleWeightError(
+            "p.data = ... would leave the master and its codes behind without a word",
+            where=self.fqn,
+            remedy="write in place (`with torch.no_grad(): p.copy_(value)`), then quaver.refresh(model)",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
+        copy = MasterWeight(self.master.detach().clone(), self.spec)
+        if not self.stale:
+            copy.refresh()
+        copy.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copy._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = copy
+        return copy
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["master"], self.spec
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], spec: Any, size: Any, stride: Any
+    ) -> MasterWeight:
+        return cls(inner["master"], spec)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, MasterWeight))
+        if func in _REFUSED:
+            raise StaleWeightError(
+                f"{func} on a quantised weight would compute in high precision without a word",
+                where=first.fqn,
+                remedy="call the low-precision module, or take .master where FP32 is really meant",
+            )
+        _count_writes(func, args, kwargs)
+        plain_args, plain_kwargs = tree_map(
+            lambda x: x.master if isinstance(x, MasterWeight) else x, (args, kwargs)
+        )
+        result = func(*plain_args, **plain_kwargs)
+        if args and isinstance(args[0], MasterWeight) and _is_inplace(func):
+            return args[0]
+        view = _is_view(func)
+        if func not in _KEEPS_CLASS and not view:
+            return result
+
+        def wrap(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype is not torch.float32:
+                return tensor
+            if not view:
+                return MasterWeight(tensor, first.spec)
+            if tensor.numel() == first.master.numel():
+                return MasterWeight(tensor, first.spec, first.state, first.owner)
+            return MasterWeight(tensor, first.spec, None, first.owner or first.state)
+
+        return tree_map_only(torch.Tensor, wrap, result)
+
+
+def _is_view(func: Any) -> bool:
+    """True for ops whose result shares storage with an input."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _is_inplace(func: Any) -> bool:
+    """True for ops that return their first argument, written."""
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    returns = func._schema.returns
+    return bool(
+        first is not None
+        and first.alias_info is not None
+        and first.alias_info.is_write
+        and len(returns) == 1
+        and returns[0].alias_info is not None
+        and returns[0].alias_info.is_write
+    )
+
+
+def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Marks each master that the op's schema says it writes; autograd's own version counter never moves here."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, MasterWeight):
+                leaf.state.writes += 1
+                if leaf.owner is not None:
+                    leaf.owner.writes += 1

@@ -1,0 +1,71 @@
+"""DeepSeek-V3's routed experts in eight bits: the adapter between the model's layout and the grouped SwiGLU.
+
+It knows parameter names, the forward signature and the top-k combination; the numbers are in
+quaver.low_precision.grouped. May import: low_precision, errors, transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+
+from quaver.errors import PlanError
+from quaver.low_precision import (
+    LowPrecisionModule,
+    LowPrecisionPolicy,
+    as_compute_dtype,
+    low_precision_grouped_swiglu,
+)
+
+
+class DeepseekV3LowPrecisionExperts(LowPrecisionModule, DeepseekV3Experts):
+    """gate_up_proj [E, 2F, H] (gate first) and down_proj [E, H, F], every GEMM in eight bits."""
+
+    WEIGHTS = {"gate_up_proj": "grouped", "down_proj": "grouped"}
+
+    @classmethod
+    def from_experts(
+        cls, source: nn.Module, *, fqn: str, policy: LowPrecisionPolicy
+    ) -> DeepseekV3LowPrecisionExperts:
+        """Takes over the source's own Parameters; PlanError unless its activation is SiLU and its layout stacked."""
+        act = type(source.act_fn).__name__
+        if act not in ("SiLU", "SiLUActivation"):
+            raise PlanError(f"not supported: experts with activation {act}, wanted SiLU", where=fqn)
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.num_experts = source.num_experts
+        module.hidden_dim = source.hidden_dim
+        module.intermediate_dim = source.intermediate_dim
+        module.act_fn = source.act_fn
+        if hasattr(source, "config"):
+            module.config = source.config
+        module.fqn, module.policy = fqn, policy
+        for name in cls.WEIGHTS:
+            module.register_parameter(name, source._parameters[name])
+        module.train(source.training)
+        return module
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], [T, k] int64, [T, k] -> [T, H]."""
+        for name in self.WEIGHTS:
+            self._require_quantised(getattr(self, name), name)
+        x = as_compute_dtype(hidden_states, self.fqn)
+        return low_precision_grouped_swiglu(
+            x,
+            top_k_index,
+            top_k_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            sites=(self.weight_fqn("gate_up_proj"), self.weight_fqn("down_proj")),
+            recipe=self.recipe,
+        )
+
+
+def replace_deepseek_v3_low_precision_experts(
+    source: nn.Module, *, fqn: str, policy: LowPrecisionPolicy
+) -> DeepseekV3LowPrecisionExperts:
+    """The replacement factory of DeepSeek-V3's routed experts."""
+    return DeepseekV3LowPrecisionExperts.from_experts(source, fqn=fqn, policy=policy)
