@@ -1,10 +1,14 @@
-"""The config of a run: schema, YAML loader, overrides, names. Strings only; imports pydantic and PyYAML, no torch."""
+"""The config of a run: schema, YAML loader, overrides, names, help.
+
+Strings only: a config names code, it never brings any. Imports pydantic and PyYAML, no torch.
+"""
 
 from __future__ import annotations
 
 from quaver.config.base import Section
 from quaver.config.data import DataConfig, SourceConfig
 from quaver.config.dump import dump_yaml
+from quaver.config.help import help_config
 from quaver.config.loader import load_config, parse_config
 from quaver.config.low_precision import LowPrecisionConfig, ReplacementRule
 from quaver.config.model import ModelConfig
@@ -16,6 +20,7 @@ __all__ = [
     "load_config",
     "parse_config",
     "dump_yaml",
+    "help_config",
     "ModelConfig",
     "LowPrecisionConfig",
     "ReplacementRule",

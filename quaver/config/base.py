@@ -1,13 +1,13 @@
 """`Section`: what every part of the config is made of.
 
-Frozen, no unknown keys, no coercion (a bool is no number, "3" is no 3), positional arguments in field order for
-library users, and `ConfigError` in place of pydantic's own. May import pydantic and the rest of this room's tools.
+Frozen, no unknown keys, no coercion (a bool is no number, "3" is no 3), positional arguments in field order
+for library users, and `ConfigError` in place of pydantic's own. May import pydantic and this room's tools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -78,16 +78,17 @@ class Section(BaseModel):
         return frozenset()
 
 
-def supported(what: str, *legal: str) -> BeforeValidator:
-    """A check for text of which this release does only `legal`: anything else is 'not supported'."""
+def supported(what: str, *legal: str, instead: str | None = None) -> BeforeValidator:
+    """A check for text of which this release does only `legal`: anything else is 'not supported'.
+
+    `instead` is what the remedy says; it lists `legal` by default.
+    """
+    remedy = instead or f"this release has: {', '.join(legal)}"
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and value not in legal:
             guess = did_you_mean(value, legal)
-            raise not_supported(
-                f"{what} {value!r}",
-                remedy=f"{guess + ' ' if guess else ''}this release has: {', '.join(legal)}",
-            )
+            raise not_supported(f"{what} {value!r}", remedy=f"{guess} {remedy}" if guess else remedy)
         return value
 
     return BeforeValidator(check)
@@ -117,4 +118,3 @@ def _not_empty(value: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_not_empty)]
-__all__ = ["Literal", "Many", "Section", "Text", "only", "supported"]

@@ -14,7 +14,7 @@ class SourceConfig(Section):
     """One source of text and its share of the training tokens."""
 
     path: Text = Field(
-        description="A .txt, .jsonl or .parquet file, a folder of them, or python-stdlib for the default corpus."
+        description=".txt, .jsonl or .parquet file, a folder of them, or python-stdlib (the default corpus)."
     )
     weight: float = Field(
         1.0, gt=0, description="Share of this source among all, relative to the others' weights."

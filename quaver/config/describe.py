@@ -7,7 +7,7 @@ disagree with the schema. May import pydantic and the standard library.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -57,7 +57,8 @@ def bare(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
     metadata: tuple[Any, ...] = ()
     while get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
-        metadata = (*more, *metadata)
+        for one in more:  # `Annotated[float, Field(ge=0)]` keeps its limits inside the Field
+            metadata += tuple(one.metadata) if isinstance(one, FieldInfo) else (one,)
     return annotation, metadata
 
 
@@ -103,6 +104,16 @@ def type_at(root: Any, path: Sequence[Part]) -> Any | None:
             if current is None:
                 return None
     return current
+
+
+def all_keys(section: type[BaseModel], path: tuple[Part, ...] = ()) -> Iterator[tuple[Part, ...]]:
+    """The path of every key in `section` and in the sections below it; lists of sections are left out."""
+    for name, field in section.model_fields.items():
+        for key in keys_of(name, field):
+            yield (*path, key)
+            inner = section_of(field_type(field))
+            if inner is not None:
+                yield from all_keys(inner, (*path, key))
 
 
 def in_words(annotation: Any) -> str:

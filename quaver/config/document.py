@@ -1,8 +1,8 @@
 """YAML text to plain data, with the line of every key, and nothing else.
 
-PyYAML's parser and composer are used; building the data is ours, because a config needs what SafeLoader does not
-give: duplicate keys are errors, `1e-5` is a number and `off` is text (YAML 1.2's core schema), every tag beyond
-plain data is refused, and size, depth and the expansion of aliases are bounded. May import PyYAML.
+PyYAML's parser and composer are used; building the data is ours, because a config needs what SafeLoader does
+not give: duplicate keys are errors, `1e-5` is a number and `off` is text (YAML 1.2's core schema), every tag
+beyond plain data is refused, and size, depth and the expansion of aliases are bounded. May import PyYAML.
 """
 
 from __future__ import annotations
@@ -88,11 +88,8 @@ for _name, _pattern, _first in CORE_SCHEMA:
 
 
 def _too_big(place: str, deep: bool) -> ConfigError:
-    what = (
-        f"nested deeper than {MAX_DEPTH} levels"
-        if deep
-        else f"more than {MAX_NODES} values, aliases expanded"
-    )
+    limit = f"{MAX_NODES} values or {MAX_BYTES} characters"
+    what = f"nested deeper than {MAX_DEPTH} levels" if deep else f"more than {limit}, aliases written out"
     return ConfigError(f"{place}: {what}", remedy="a config is small and flat: write out what is meant")
 
 
@@ -138,6 +135,7 @@ class _Builder:
         self._source = source
         self._place = place
         self._count = 0
+        self._size = 0
 
     def _where(self, node: yaml.Node) -> str:
         return self._place or f"{self._source}:{node.start_mark.line + 1}"
@@ -147,7 +145,8 @@ class _Builder:
 
     def build(self, node: yaml.Node, path: Path) -> Any:
         self._count += 1
-        if len(path) > MAX_DEPTH or self._count > MAX_NODES:
+        self._size += len(node.value)  # characters of a scalar, entries of a list or mapping
+        if len(path) > MAX_DEPTH or self._count > MAX_NODES or self._size > MAX_BYTES:
             raise _too_big(self._where(node), len(path) > MAX_DEPTH)
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.MappingNode) and kind == "map":
@@ -179,6 +178,7 @@ class _Builder:
                 self._wrong(key_node, path, "merge keys (<<) are refused", "write the keys out")
                 continue
             here = (*path, key)
+            self._scalar(key_node, "str", path)
             if key in data:
                 self._wrong(
                     key_node,

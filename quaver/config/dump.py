@@ -17,7 +17,7 @@ from quaver.errors import ConfigError
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which YAML 1.1 or YAML 1.2 would read as something else, and knows no aliases."""
+    """SafeDumper that quotes all text which YAML 1.1 or 1.2 would read as something else; no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -59,7 +59,7 @@ def dump_yaml(config: RunConfig) -> str:
     for index, rule in enumerate(config.plan_overrides):
         if canonical(MODULE_TYPES, rule.module_type) is None:
             raise ConfigError(
-                f"plan_overrides.{index}.module_type: the class {rule.module_type} cannot be named in a config file",
+                f"plan_overrides.{index}.module_type: no config file can name {rule.module_type}",
                 remedy=f"use quantize_modules for it; a config can name: {', '.join(MODULE_TYPES)}",
             )
     return yaml.dump(

@@ -25,15 +25,15 @@ def load_config(
         overrides: `key.path=value` texts, laid on in order (the last one wins).
 
     Raises:
-        ConfigError: a file that cannot be read, or anything in it that does not fit; all problems together, each
-            with file and line (or number of the override), key and what was wanted.
+        ConfigError: a file that cannot be read, or anything in it that does not fit; all problems together,
+            each with file and line (or number of the override), key and what was wanted.
     """
     if isinstance(config, RunConfig):
         if not overrides:
             return config
         return _checked(Document(to_data(config, classes=True), "config"), overrides)
     if isinstance(config, Mapping):
-        return _checked(Document(dict(config), "config"), overrides)
+        return _checked(Document(to_data(dict(config), classes=True), "config"), overrides)
     if isinstance(config, str | os.PathLike):
         return parse_config(_read(Path(config)), source=os.fspath(config), overrides=overrides)
     raise ConfigError(f"a config is a path, a mapping or a RunConfig, got {value_in_words(config)}")

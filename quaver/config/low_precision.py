@@ -12,26 +12,14 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidatorFunctionWrapH
 
 from quaver.config.base import Many, Section, Text, supported
 from quaver.config.names import LEGAL_PAIRS, MODULE_TYPES, REPLACEMENTS, canonical, spellings
-from quaver.config.problems import did_you_mean, not_supported, problem
+from quaver.config.problems import did_you_mean, problem
 
 Format = Literal["mxfp8_e4m3", "hif8"]
 Scaling = Literal["mx_block", "current"]
 ScaleRule = Literal["floor", "rceil"]
 Backend = Literal["reference", "npu", "cuda"]
 
-_PAIRS = " | ".join(f"format: {fmt}, scaling: {scaling}" for fmt, scaling in LEGAL_PAIRS)
-
-
-def _known(key: str, *legal: str) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if isinstance(value, str) and value not in legal:
-            guess = did_you_mean(value, legal)
-            raise not_supported(
-                f"{key} {value!r}", remedy=f"{guess + ' ' if guess else ''}legal pairs: {_PAIRS}"
-            )
-        return value
-
-    return BeforeValidator(check)
+_PAIRS = "legal pairs: " + ", ".join(f"{fmt} + {scaling}" for fmt, scaling in LEGAL_PAIRS)
 
 
 class LowPrecisionConfig(Section):
@@ -40,10 +28,10 @@ class LowPrecisionConfig(Section):
     null_is_absent = frozenset({"scale_rule"})
 
     enabled: bool = Field(False, description="Compute the modules of plan_overrides in eight bits.")
-    format: Annotated[Format, _known("format", "mxfp8_e4m3", "hif8")] = Field(
+    format: Annotated[Format, supported("format", "mxfp8_e4m3", "hif8", instead=_PAIRS)] = Field(
         "mxfp8_e4m3", description="Element format of weights, activations and gradients."
     )
-    scaling: Annotated[Scaling, _known("scaling", "mx_block", "current")] = Field(
+    scaling: Annotated[Scaling, supported("scaling", "mx_block", "current", instead=_PAIRS)] = Field(
         "mx_block",
         description="Where scales come from: mx_block (MXFP8, 32 elements each), current (HiF8, amax).",
     )
@@ -60,7 +48,7 @@ class LowPrecisionConfig(Section):
         if (self.format, self.scaling) not in LEGAL_PAIRS:
             raise problem(
                 f"format {self.format!r} does not go with scaling {self.scaling!r}",
-                remedy=f"legal pairs: {_PAIRS}",
+                remedy=_PAIRS,
                 key="scaling" if "scaling" in self.model_fields_set else "format",
             )
         if self.format == "hif8" and "scale_rule" in self.model_fields_set:
@@ -77,7 +65,7 @@ class LowPrecisionConfig(Section):
 
     @property
     def recipe_id(self) -> str:
-        """Name and version of the numeric recipe; a changed constant is a new version, never a new meaning."""
+        """Name and version of the numeric recipe: a changed constant is a new version, not a new meaning."""
         if self.format == "hif8":
             return "hif8/current@1"
         return f"mxfp8_e4m3/mx_block/{self.scale_rule}@1"
@@ -106,7 +94,7 @@ def _as_replacement(value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) != {"_target_"}:
             raise problem(
-                f"wanted a mapping with the one key _target_, got the keys {', '.join(map(str, value)) or '(none)'}",
+                f"wanted a mapping with the one key _target_, got the keys {list(value)}",
                 remedy=f"or give a short name: {', '.join(REPLACEMENTS)}",
             )
         value = value["_target_"]
@@ -122,7 +110,7 @@ def _unknown_name(given: str, table: dict[str, tuple[str, ...]], more: str = "")
     guess = did_you_mean(given, spellings(table))
     parts = [guess, f"known names: {', '.join(table)}.", more]
     return problem(
-        f"unknown name {given!r}; nothing is imported from a config, so only names from Quaver's own table work",
+        f"unknown name {given!r}: nothing is imported from a config, its names come from a fixed table",
         remedy=" ".join(part for part in parts if part),
     )
 
@@ -131,7 +119,7 @@ class ReplacementRule(Section):
     """Which modules are replaced, and by what; one rule of the replacement plan."""
 
     match: Annotated[Many[Text], BeforeValidator(_as_patterns)] = Field(
-        description="FQN pattern or list of patterns: * is one level, ** any depth, {0-3,7} ranges of numbers."
+        description="FQN pattern or a list: * is one level, ** any depth, {*} a number, {0-3,7} numbers."
     )
     module_type: Annotated[str, BeforeValidator(_as_module_name)] = Field(
         description="Class that a matched module must have: a known dotted name (in Python, any class)."

@@ -19,14 +19,14 @@ def _as_target(value: Any) -> Any:
     if known is None:
         guess = did_you_mean(value, spellings(MODEL_TARGETS))
         raise problem(
-            f"unknown name {value!r}; nothing is imported from a config, so only names from Quaver's own table work",
+            f"unknown name {value!r}: nothing is imported from a config, its names come from a fixed table",
             remedy=f"{guess + ' ' if guess else ''}known names: {', '.join(spellings(MODEL_TARGETS))}",
         )
     return known
 
 
 def _plain_data(value: Any, where: str = "") -> Any:
-    """A copy of `value` made of mappings, lists, text, numbers, booleans and null; raises for anything else."""
+    """A copy of `value` made of mappings, lists, text, numbers, booleans and null; else an error."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):

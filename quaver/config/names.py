@@ -1,8 +1,8 @@
 """Names that a config may use for code, as strings alone.
 
-A config is data: whatever stands behind `_target_`, `replace_module` or `module_type` is looked up here and is
-never imported. The objects behind these names are bound in the `assembly` room, which lies above all of them.
-This file imports nothing.
+A config is data: whatever stands behind `_target_`, `replace_module` or `module_type` is looked up here and
+is never imported. The objects behind these names are bound in the `assembly` room, which lies above all rooms
+that define them. This file imports nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dotted overrides: `optimizer.lr=1e-4`, `data.sources.0.path=x`, values in YAML, the last one wins.
 
-They are laid onto the parsed document before it is validated, so that an override meets exactly the checks that a
-file meets, with "override 2" where the file's errors have their line.
+They are laid onto the parsed document before it is validated, so that an override meets exactly the checks that
+a file meets, with "override 2" where the file's errors have their line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from quaver.config.describe import Part, field_for, keys_of, section_of, type_at, value_in_words
-from quaver.config.document import Document, parse_yaml
+from quaver.config.document import MAX_DEPTH, MAX_NODES, Document, parse_yaml
 from quaver.config.problems import Path, Problem, dotted, join_errors
 
 
@@ -21,88 +21,88 @@ def apply_overrides(document: Document, overrides: Sequence[str], schema: type[B
     """The document with each `key.path=value` laid onto it, in order.
 
     Raises:
-        ConfigError: an override without `=` or value, with YAML that cannot be read, or whose path goes through
-            something that has no keys.
+        ConfigError: an override without `=` or value, with YAML that cannot be read, or whose path
+            goes through something that has no keys.
     """
     if not overrides:
         return document
-    data = copy.deepcopy(document.data)
-    places = dict(document.places)
+    layered = _Layered(document, schema)
     problems: list[Problem] = []
     for number, text in enumerate(overrides, start=1):
         place = f"override {number}"
         key, equals, raw = text.partition("=")
         parts = key.strip().split(".")
-        if not equals or not all(parts) or not raw.strip():
-            problems.append(
-                Problem(
-                    place,
-                    (),
-                    f"{text!r} is no override",
-                    "write key.path=value; null, '' and [] are values too",
-                )
-            )
+        if not equals or not all(parts) or not raw.strip() or len(parts) > MAX_DEPTH:
+            remedy = "write key.path=value; null, '' and [] are values too"
+            problems.append(Problem(place, (), f"{text!r} is no override", remedy))
             continue
-        value = parse_yaml(raw, place, place=place).data
-        found = _set(data, places, parts, value, place, schema)
+        found = layered.put(parts, parse_yaml(raw, place, place=place).data, place)
         if found is not None:
             problems.append(found)
     if problems:
         raise join_errors(problems, "the overrides")
-    return Document(data, document.source, places)
+    return Document(layered.data, document.source, layered.places)
 
 
-def _set(
-    data: dict[str, Any],
-    places: dict[Path, str],
-    parts: list[str],
-    value: Any,
-    place: str,
-    schema: type[BaseModel],
-) -> Problem | None:
-    """Puts `value` at the path into `data` (in place), making what is missing on the way; a Problem if it can't."""
-    here: Any = data
-    path: Path = ()
-    for position, part in enumerate(parts):
-        last = position == len(parts) - 1
-        if isinstance(here, list):
-            if not part.isdecimal() or int(part) > len(here):
-                what = f"{dotted(path) or 'the config'} is a list of {len(here)}: {part!r} is none of its positions"
-                return Problem(place, (*path, part), what, f"use 0 to {len(here)}, where {len(here)} appends")
-            step: Part = int(part)
-            if step == len(here):
+class _Layered:
+    """A copy of a document's data and places that overrides are put into."""
+
+    def __init__(self, document: Document, schema: type[BaseModel]) -> None:
+        self.data = copy.deepcopy(document.data)
+        self.places = dict(document.places)
+        self._schema = schema
+
+    def put(self, parts: list[str], value: Any, place: str) -> Problem | None:
+        """Puts `value` at the path, making what is missing on the way; a Problem where the path cannot go."""
+        here: Any = self.data
+        path: Path = ()
+        for position, part in enumerate(parts):
+            step = self._step(here, path, part)
+            if step is None:
+                what, remedy = _dead_end(here, path, part)
+                return Problem(place, (*path, part), what, remedy)
+            path = (*path, step)
+            if position == len(parts) - 1:
+                here[step] = value
+                for known in [known for known in self.places if known[: len(path)] == path]:
+                    del self.places[known]
+                self.places[path] = place
+            elif (inside := here.get(step) if isinstance(here, dict) else here[step]) is None:
+                here[step] = [] if parts[position + 1].isdecimal() else {}
+                self.places[path] = place
+                here = here[step]
+            else:
+                here = inside
+        return None
+
+    def _step(self, here: Any, path: Path, part: str) -> Part | None:
+        """`part` as a key or index into `here` (a list's length appends), or None where it cannot be one."""
+        if isinstance(here, dict):
+            self._drop_synonyms(here, path, part)
+            return part
+        if isinstance(here, list) and part.isdecimal() and len(part) <= len(str(MAX_NODES)):
+            index = int(part)
+            if index == len(here):
                 here.append(None)
-        elif isinstance(here, dict):
-            step = part
-            _drop_synonyms(here, places, path, part, schema)
-        else:
-            what = f"{dotted(path)} is {value_in_words(here)} and has no key {part!r}"
-            return Problem(place, (*path, part), what, "name a key that exists")
-        path = (*path, step)
-        if last:
-            here[step] = value
-            for stale in [known for known in places if known[: len(path)] == path]:
-                del places[stale]
-            places[path] = place
-        else:
-            inside = here.get(step) if isinstance(here, dict) else here[step]
-            if inside is None:
-                inside = [] if parts[position + 1].isdecimal() else {}
-                here[step] = inside
-                places[path] = place
-            here = inside
-    return None
+            return index if index < len(here) else None
+        return None
+
+    def _drop_synonyms(self, section: dict[str, Any], path: Path, key: str) -> None:
+        """`training.steps=10` takes out a `train_iters` given before: they are one key, and the last one wins."""
+        owner = section_of(type_at(self._schema, path))
+        field = field_for(owner, key) if owner else None
+        for synonym in keys_of(key, field) if field else ():
+            if synonym != key and synonym in section:
+                del section[synonym]
+                self.places.pop((*path, synonym), None)
 
 
-def _drop_synonyms(
-    section: dict[str, Any], places: dict[Path, str], path: Path, key: str, schema: type[BaseModel]
-) -> None:
-    """`training.steps=10` also takes out a `train_iters` given before: they are one key, and the last one wins."""
-    owner = section_of(type_at(schema, path))
-    field = field_for(owner, key) if owner else None
-    if field is None:
-        return
-    for synonym in keys_of(key, field):
-        if synonym != key and synonym in section:
-            del section[synonym]
-            places.pop((*path, synonym), None)
+def _dead_end(here: Any, path: Path, part: str) -> tuple[str, str]:
+    """Why `part` cannot be taken from `here`, and what can."""
+    if isinstance(here, list):
+        last = len(here)
+        return (
+            f"{dotted(path)} is a list of {last} and has no position {part!r}",
+            f"use a position from 0 to {last}; {last} appends",
+        )
+    return f"{dotted(path)} is {value_in_words(here)} and has no key {part!r}", "name a key that exists"

@@ -1,7 +1,7 @@
 """From what pydantic found to one `ConfigError` that names place, key, what was given and what is wanted.
 
-Validators raise through `problem` and `not_supported`; everything else pydantic reports is told in the words of
-`describe`. All problems of a config are reported together. May import pydantic, `describe` and `quaver.errors`.
+Validators raise through `problem` and `not_supported`; everything else pydantic reports is told in the words
+of `describe`. All problems of a config come together. May import pydantic, `describe` and `quaver.errors`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
-from quaver.config.describe import Part, in_words, legal_keys, section_of, type_at, value_in_words
+from quaver.config.describe import (
+    Part,
+    all_keys,
+    in_words,
+    legal_keys,
+    section_of,
+    type_at,
+    value_in_words,
+)
 from quaver.errors import ConfigError
 
 Path = tuple[Part, ...]
@@ -41,8 +49,8 @@ class Problem:
 
 
 def dotted(path: Iterable[Part]) -> str:
-    """A path as an override would write it: `data.sources.0.path`."""
-    return ".".join(str(part) for part in path)
+    """A path as an override would write it: `data.sources.0.path`; control characters are escaped."""
+    return ".".join(text if (text := str(part)).isprintable() else ascii(text) for part in path)
 
 
 def problem(what: str, *, remedy: str | None = None, key: str | None = None) -> PydanticCustomError:
@@ -88,18 +96,26 @@ def _told(details: Any, root: type[BaseModel], place: Callable[[Path], str]) -> 
             path = (*path, context["key"])
         return Problem(place(path), path, context["what"], context["remedy"])
     if kind == "extra_forbidden":
-        section = section_of(type_at(root, path[:-1]))
-        known = legal_keys(section) if section else []
-        guess = did_you_mean(path[-1], known)
-        return Problem(
-            place(path), path, "unknown key", f"{guess + ' ' if guess else ''}legal here: {', '.join(known)}"
-        )
+        return Problem(place(path), path, "unknown key", _legal_instead(path, root))
     wanted = type_at(root, path)
-    words = in_words(wanted) if wanted is not None else details["msg"]
+    if wanted is None:
+        return Problem(place(path), path, details["msg"])
+    words = in_words(wanted)
     if kind == "missing":
         return Problem(place(path), path, f"required key is missing, wanted {words}")
     given = details["input"]
     return Problem(place(path), path, f"wanted {words}, got {value_in_words(given)}", _hint(given, words))
+
+
+def _legal_instead(path: Path, root: type[BaseModel]) -> str:
+    """The remedy for an unknown key: the closest one here, the same key elsewhere, all legal ones."""
+    section = section_of(type_at(root, path[:-1]))
+    known = legal_keys(section) if section else []
+    guess = did_you_mean(path[-1], known)
+    if guess is None:
+        elsewhere = [dotted(other) for other in all_keys(root) if other[-1] == path[-1]]
+        guess = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else None
+    return f"{guess + ' ' if guess else ''}legal here: {', '.join(known)}"
 
 
 def _hint(given: object, words: str) -> str | None:

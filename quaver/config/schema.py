@@ -1,8 +1,7 @@
 """`RunConfig`: a whole run in one frozen object. The file to read first.
 
-Every key has its one-line description here or in the section's own file; `--help-config`, the docs and the error
-messages are all told from them. Strings only: no class, function or tensor is named in a config, and no torch is
-imported in this room.
+Every key has its one-line description here or in the section's own file; `--help-config`, the docs and the
+error messages are all told from them. A config holds plain data only, and no torch is imported in this room.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ class FSDPConfig(Section):
         bool,
         only(
             False,
-            "comm_fusion, neither with low_precision.enabled (its weights travel as several tensors) nor without",
+            "comm_fusion, with low_precision.enabled (weights of several tensors) or without",
             "set fsdp_config.comm_fusion: false",
         ),
     ] = Field(False, description="Fuse collectives; true is not supported.")
     fallback_to_unsharded: bool = Field(
         False,
-        description="Replicate a weight that cannot be sharded (its GEMMs stay in eight bits) instead of failing.",
+        description="Replicate a weight that cannot be sharded (its GEMMs stay in eight bits), else fail.",
     )
     strict_scale_tiles: bool = Field(
         False, description="Require rows per rank in multiples of 64 rather than exact scales across shards."
