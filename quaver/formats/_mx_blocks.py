@@ -1,8 +1,9 @@
 """MXFP8 on blocks of 32 along one axis: amax bits -> scale byte -> E4M3 codes, and back.
 
-Everything that decides a scale works on the FP32 bit pattern of a block's largest magnitude. As integers those
-patterns order like the magnitudes, with Inf above every number and NaN above Inf, so one integer maximum carries
-both the exponent and the non-finite policy, and shards of one block may exchange it. Imports torch alone.
+Everything that decides a scale works on the FP32 bit pattern of a block's largest magnitude. As integers
+those patterns order like the magnitudes, with Inf above every number and NaN above Inf, so one integer
+maximum carries both the exponent and the non-finite policy, and shards of one block may exchange it. Imports
+torch alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.formats._common import check_codes, check_decoded_dtype, check_float, looks_clean, lookup, pieces
+from quaver.formats._common import (
+    check_codes,
+    check_decoded_dtype,
+    check_float,
+    constant,
+    host_amax,
+    lookup,
+    pieces,
+)
 
 BLOCK = 32
 """Elements that share a scale (OCP MX v1.0)."""
@@ -23,7 +32,6 @@ NAN_SCALE = 255
 
 _E4M3_MAX = 448.0
 _INF_BITS = 0x7F800000
-_TABLES: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def amax_bits(x: Tensor, *, axis: int = -1) -> Tensor:
@@ -33,22 +41,25 @@ def amax_bits(x: Tensor, *, axis: int = -1) -> Tensor:
         x: float32 or bfloat16, at least 1-d; the last block may be short.
 
     Returns:
-        int32, non-negative, shaped as `x` but ceil(n / 32) long on `axis`. A block that holds NaN gives a pattern
-        above 0x7F800000, one that holds Inf at least that. Maxima over parts of a block combine by integer maximum.
+        int32, non-negative, shaped as `x` but ceil(n / 32) long on `axis`. A block that holds NaN gives a
+        pattern above 0x7F800000, one that holds Inf at least that. Maxima over parts of a block combine by
+        integer maximum.
 
     Raises:
         TypeError: another dtype. ValueError: 0-d. IndexError: no such axis.
     """
     check_float(x, "mxfp8.amax_bits")
     axis = normal_axis(x, axis)
-    return _reduce_amax(blocked(x.detach(), axis), axis + 1).squeeze(axis + 1).contiguous()
+    if x.numel() == 0:
+        return torch.empty(scale_shape(x.shape, axis), dtype=torch.int32, device=x.device)
+    return _reduce_amax(blocked(x.detach(), axis).float(), axis + 1).squeeze(axis + 1).contiguous()
 
 
 def exponents_from_amax_bits(amax_bits: Tensor, scale_rule: str = "floor") -> Tensor:
     """E8M0 scale bytes from the FP32 bit patterns of block maxima.
 
-    "floor" is floor(log2 amax) - 8; "rceil" is the smallest e with 448 * 2^e >= amax. Both are clamped at -127
-    (byte 0). A maximum that is Inf or NaN gives byte 255.
+    "floor" is floor(log2 amax) - 8; "rceil" is the smallest e with 448 * 2^e >= amax. Both are clamped at
+    -127 (byte 0). A maximum that is Inf or NaN gives byte 255.
 
     Args:
         amax_bits: int32, non-negative, any shape.
@@ -96,12 +107,14 @@ def encode_with_scales(x: Tensor, scales: Tensor, *, axis: int = -1) -> Tensor:
     return _unblocked(codes, axis, x.shape[axis])
 
 
-def dequantize(codes: Tensor, scales: Tensor, *, axis: int = -1, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    codes: Tensor, scales: Tensor, *, axis: int = -1, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """E4M3(code) * 2^(scale - 127), rounded once to `dtype`.
 
-    float32 is exact for every code at scale bytes 0..246; above, a large code may exceed the FP32 range and become
-    Inf. bfloat16 is exact for every code at bytes 3..246, and at **10..246** no value is a BF16 subnormal, which
-    CPU GEMMs flush to zero. Byte 255 gives NaN.
+    float32 is exact for every code at scale bytes 0..246; above, a large code may exceed the FP32 range and
+    become Inf. bfloat16 is exact for every code at bytes 3..246, and at **10..246** no value is a BF16
+    subnormal, which CPU GEMMs flush to zero. Byte 255 gives NaN.
 
     Args:
         codes: uint8, at least 1-d.
@@ -125,7 +138,7 @@ def dequantize(codes: Tensor, scales: Tensor, *, axis: int = -1, dtype: torch.dt
 
 
 def blocked(x: Tensor, axis: int) -> Tensor:
-    """[..., n, ...] -> [..., ceil(n / 32), 32, ...]: a view, or a zero-padded copy where the last block is short."""
+    """[..., n, ...] -> [..., ceil(n / 32), 32, ...]: a view, or a zero-padded copy for a short last block."""
     length = x.shape[axis]
     short = -length % BLOCK
     if short:
@@ -137,17 +150,18 @@ def encode_blocked(x_blocks: Tensor, scales: Tensor) -> Tensor:
     """Codes of a blocked view, contiguous; `scales` broadcasts to it and has its number of axes."""
     codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x_blocks.device)
     for part in _parts(x_blocks):
-        _encode_into(codes[part], x_blocks[part], scales[part])
+        _encode_into(codes[part], x_blocks[part].float(), scales[part])
     return codes
 
 
 def quantize_blocked(x_blocks: Tensor, block_axis: int, scale_rule: str) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a blocked view, contiguous; the scales keep `block_axis`, of length 32, with length 1."""
+    """(codes, scales) of a blocked view, contiguous; the scales keep `block_axis`, but with length 1."""
     codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x_blocks.device)
     scales = codes.new_empty([1 if i == block_axis else n for i, n in enumerate(x_blocks.shape)])
     for part in _parts(x_blocks):
-        scales[part] = exponents_from_amax_bits(_reduce_amax(x_blocks[part], block_axis), scale_rule)
-        _encode_into(codes[part], x_blocks[part], scales[part])
+        x_FP32 = x_blocks[part].float()  # exact, and on a CPU int32 maxima are faster than int16 ones
+        scales[part] = exponents_from_amax_bits(_reduce_amax(x_FP32, block_axis), scale_rule)
+        _encode_into(codes[part], x_FP32, scales[part])
     return codes, scales
 
 
@@ -157,15 +171,12 @@ def scale_values(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def e4m3_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of all 256 E4M3FN codes, [256], cached per dtype and device."""
-    table = _TABLES.get((dtype, device))
-    if table is None:
-        # Outside inference mode, so that a table first used there can still serve autograd later.
-        with torch.inference_mode(False), torch.no_grad():
-            table = torch.tensor([_e4m3_value(code) for code in range(256)], dtype=dtype, device=device)
-        if type(table) is Tensor:  # a tracing mode builds fake tensors, which must not outlive it
-            _TABLES[dtype, device] = table
-    return table
+    """The values of all 256 E4M3FN codes, exact in float32 and bfloat16: [256]."""
+    return constant(
+        f"e4m3_values_{dtype}",
+        device,
+        lambda: torch.tensor([_e4m3_value(code) for code in range(256)], dtype=dtype),
+    )
 
 
 def normal_axis(x: Tensor, axis: int) -> int:
@@ -197,27 +208,25 @@ def _parts(x_blocks: Tensor) -> Iterator[slice]:
     return pieces(x_blocks.shape[0], x_blocks.numel() // max(1, x_blocks.shape[0]), x_blocks.device)
 
 
-def _encode_into(codes: Tensor, x_blocks: Tensor, scales: Tensor) -> None:
+def _encode_into(codes: Tensor, x_FP32: Tensor, scales: Tensor) -> None:
     # 2^(127 - scale) as a bit pattern: 254 - scale is its biased exponent, but for byte 254 a subnormal. The
     # product is exact, unless it underflows far below E4M3's smallest step, where it rounds to zero anyhow.
-    scaled = x_blocks * _power_of_two(254 - scales.to(torch.int16), x_blocks.dtype)
+    scaled = x_FP32 * _power_of_two(254 - scales.to(torch.int16), torch.float32)
     codes.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-_E4M3_MAX, _E4M3_MAX))
-    nonfinite = scales == NAN_SCALE
-    if not looks_clean(nonfinite):
-        codes.masked_fill_(nonfinite, 0)
+    if host_amax(scales) in (None, NAN_SCALE):
+        codes.masked_fill_(scales == NAN_SCALE, 0)
 
 
-def _reduce_amax(x_blocks: Tensor, block_axis: int) -> Tensor:
-    """int32 FP32 bits of the largest magnitude over `block_axis`, kept with length 1."""
-    if x_blocks.dtype == torch.float32:
-        return (x_blocks.view(torch.int32) & 0x7FFFFFFF).amax(block_axis, keepdim=True)
-    return (x_blocks.view(torch.int16) & 0x7FFF).amax(block_axis, keepdim=True).to(torch.int32) << 16
+def _reduce_amax(x_FP32: Tensor, block_axis: int) -> Tensor:
+    """int32 bit patterns of the largest magnitude over `block_axis`, kept with length 1."""
+    return (x_FP32.view(torch.int32) & 0x7FFFFFFF).amax(block_axis, keepdim=True)
 
 
 def _power_of_two(biased: Tensor, dtype: torch.dtype) -> Tensor:
     """2^(biased - 127) for int16 biased exponents 0..254, by bit pattern; 0 is the subnormal 2^-127.
 
-    Values outside that range (from scale byte 255, which the callers mask) give some finite or infinite number.
+    Values outside that range (from scale byte 255, which the callers mask) give some finite or infinite
+    number.
     """
     if dtype == torch.bfloat16:
         return (biased << 7).masked_fill_(biased == 0, 0x40).view(torch.bfloat16)

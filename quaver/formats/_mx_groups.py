@@ -1,8 +1,9 @@
 """MXFP8 over tokens sorted by group: blocks of 32 along the first axis that restart at every group.
 
-A GEMM that contracts tokens of one expert must not share a scale with its neighbour's, so each group is padded to
-whole blocks, quantised in one pass, and the padding dropped again: ceil(n_e / 32) scale rows per group, none for an
-empty one. Group ends are cumulative token counts. No loop over groups. Imports torch alone.
+A GEMM that contracts tokens of one expert must not share a scale with its neighbour's, so each group is
+padded to whole blocks, quantised in one pass, and the padding dropped again: ceil(n_e / 32) scale rows per
+group, none for an empty one. Group ends are cumulative token counts. No loop over groups. Imports torch
+alone.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ def group_scale_ends(group_ends: Tensor) -> Tensor:
     return _block_counts(group_ends).cumsum(0)
 
 
-def quantize_groups(
-    x_SK: Tensor, group_ends: Tensor, *, scale_rule: str = "floor"
-) -> tuple[Tensor, Tensor]:
+def quantize_groups(x_SK: Tensor, group_ends: Tensor, *, scale_rule: str = "floor") -> tuple[Tensor, Tensor]:
     """Quantise tokens along the token axis, each group by itself.
 
     Args:
@@ -81,8 +80,8 @@ def dequantize_groups(
     rows = _rows(codes, group_ends)
     if tuple(scales.shape) != (rows.blocks, codes.shape[1]):
         raise ValueError(
-            f"scales of shape {tuple(scales.shape)} do not fit codes of shape {tuple(codes.shape)} in these groups;"
-            f" expected {(rows.blocks, codes.shape[1])}"
+            f"scales of shape {tuple(scales.shape)} do not fit codes of shape {tuple(codes.shape)} in these"
+            f" groups; expected {(rows.blocks, codes.shape[1])}"
         )
     if rows.padded_row is None:
         return dequantize(codes, scales, axis=0, dtype=dtype)
@@ -94,7 +93,9 @@ def _rows(x_SK: Tensor, group_ends: Tensor) -> _Rows:
     if x_SK.dim() != 2:
         raise ValueError(f"grouped MXFP8 takes tokens as [S, K], not shape {tuple(x_SK.shape)}")
     if group_ends.dtype != torch.int64 or group_ends.dim() != 1:
-        raise TypeError(f"group ends are int64 [E], not {group_ends.dtype} of shape {tuple(group_ends.shape)}")
+        raise TypeError(
+            f"group ends are int64 [E], not {group_ends.dtype} of shape {tuple(group_ends.shape)}"
+        )
     tokens = x_SK.shape[0]
     if group_ends.numel() == 0:
         if tokens:

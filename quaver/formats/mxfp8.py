@@ -5,11 +5,12 @@ value = E4M3(code) * 2^(scale - 127). The scale's exponent follows one of two ru
 - "floor" (OCP): floor(log2 amax) - 8; the largest elements may saturate at 448.
 - "rceil": the smallest e with 448 * 2^e >= amax, decided exactly; nothing saturates.
 
-Elements are divided exactly, rounded to nearest even, and saturated at +-448. A zero block has scale byte 0 and
-codes 00 or 80 by the sign of each zero. A block that holds NaN or Inf has scale byte 255 and codes 0 and decodes
-to NaN: nothing non-finite is hidden. A last block may be short.
+Elements are divided exactly, rounded to nearest even, and saturated at +-448. A zero block has scale byte 0
+and codes 00 or 80 by the sign of each zero. A block that holds NaN or Inf has scale byte 255 and codes 0 and
+decodes to NaN: nothing non-finite is hidden. A last block may be short.
 
-This file is the room's door to the format; blocks and groups have their own files. May import torch and these.
+This file is the room's door to the format; blocks and groups have their own files. May import torch and
+these.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def quantize(x: Tensor, *, axis: int = -1, scale_rule: str = "floor") -> tuple[T
         scale_rule: "floor" or "rceil".
 
     Returns:
-        codes uint8 shaped as `x`, and scales uint8 of the same shape but ceil(n / 32) on `axis`; both contiguous.
+        codes uint8 shaped as `x`, and scales uint8 of the same shape but ceil(n / 32) on `axis`; both
+        contiguous.
 
     Raises:
         TypeError: another dtype. ValueError: 0-d, or another rule. IndexError: no such axis.
