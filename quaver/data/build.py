@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quaver.data.cache import FileStamp, content_digest, stream_files
-from quaver.data.documents import NotUtf8Error, SourceFile, read_documents
+from quaver.data.documents import NotUtf8Error, SourceFile, read_documents, unreadable
 from quaver.data.sources import Source
 from quaver.data.split import choose_validation, document_number
 from quaver.data.tokenizer import Tokenizer
@@ -61,21 +61,22 @@ def scan(sources: tuple[Source, ...], fraction: float, progress: Progress) -> tu
     numbers: list[npt.NDArray[np.uint64]] = []
     for source in sources:
         scanned: list[ScannedFile] = []
-        source_numbers: list[int] = []
+        source_numbers: list[npt.NDArray[np.uint64]] = []
         for file in source.files:
+            stamp = _stamp(file)  # before the reading: a later change shows in the times
             found, reason = _scan_file(file, source.lenient)
-            scanned.append(ScannedFile(file, _stamp(file), len(found), reason))
-            source_numbers += found
+            scanned.append(ScannedFile(file, stamp, len(found), reason))
+            source_numbers.append(found)
             done += 1
             progress("reading the corpus", done, total)
-        if not source_numbers:
+        if not any(len(found) for found in source_numbers):
             raise ConfigError(
                 "the source holds no text: every file is empty or left out",
                 where=f"{source.key}, {source.root}",
                 remedy="put text there or name another path",
             )
         files.append(tuple(scanned))
-        numbers.append(np.array(source_numbers, dtype=np.uint64))
+        numbers.append(np.concatenate(source_numbers))
     validates = choose_validation(numbers, fraction)
     return tuple(
         ScannedSource(source, source_files, mask)
@@ -83,21 +84,23 @@ def scan(sources: tuple[Source, ...], fraction: float, progress: Progress) -> tu
     )
 
 
-def _scan_file(file: SourceFile, lenient: bool) -> tuple[list[int], str | None]:
+def _scan_file(file: SourceFile, lenient: bool) -> tuple[npt.NDArray[np.uint64], str | None]:
+    """The numbers of the file's documents, or none and the reason why it is left out."""
     try:
-        numbers = [document_number(text) for text in read_documents(file) if text]
+        texts = (text for text in read_documents(file) if text)
+        numbers = np.fromiter((document_number(text) for text in texts), dtype=np.uint64)
     except NotUtf8Error as error:
         if not lenient:
             raise
-        return [], f"not UTF-8 at byte offset {error.offset}"
-    return numbers, None if numbers else "holds no text"
+        return np.zeros(0, dtype=np.uint64), f"not UTF-8 at byte offset {error.offset}"
+    return numbers, None if len(numbers) else "holds no text"
 
 
 def _stamp(file: SourceFile) -> FileStamp:
     try:
         return FileStamp.of(file.path)
     except OSError as error:
-        raise _changed(file) from error
+        raise unreadable(file, error) from error
 
 
 def _changed(file: SourceFile) -> ConfigError:
@@ -241,7 +244,8 @@ def write_cache(
             for validates, text in split_documents(source):
                 (validation if validates else train).add(text)
                 done += 1
-                progress("tokenising", done, total)
+                if done % 32 == 0 or done == total:
+                    progress("tokenising", done, total)
         manifest["sources"].append(_source_entry(source, train, validation))
     for path in sorted(folder.iterdir()):
         manifest["cache_files"][path.name] = asdict(FileStamp.of(path))

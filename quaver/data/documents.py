@@ -48,11 +48,16 @@ def read_documents(file: SourceFile) -> Iterator[str]:
     try:
         yield from READERS[file.path.suffix.lower()](file)
     except OSError as error:
-        raise ConfigError(
-            f"the file cannot be read: {error.strerror or error}",
-            where=_where(file),
-            remedy="make it readable or take it out of the source",
-        ) from error
+        raise unreadable(file, error) from error
+
+
+def unreadable(file: SourceFile, error: OSError) -> ConfigError:
+    """The error of a file that the system will not hand out."""
+    return ConfigError(
+        f"the file cannot be read: {error.strerror or error}",
+        where=_where(file),
+        remedy="make it readable or take it out of the source",
+    )
 
 
 def _where(file: SourceFile, line: int | None = None) -> str:

@@ -3,8 +3,8 @@
 Which source gives sample g follows a fixed period with, for every prefix, each source's count less than one
 away from its share: the earliest-deadline schedule of Tijdeman, "The chairman assignment problem", Discrete
 Mathematics 32 (1980). (Taking the source furthest behind, the obvious rule, can be more than one away.) The
-period is a table, so any position is a look-up: nothing is replayed on a resume. May import `quaver.errors`
-and numpy.
+period is a table, so any position is a look-up: nothing is replayed on a resume.
+May import `quaver.errors` and numpy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Interleave:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        counts = _counts_per_period(weights)
+        counts = counts_per_period(weights)
         self.period = sum(counts)
         self._counts = np.array(counts, dtype=np.int64)
         self._sources = np.array(_schedule(counts), dtype=np.int64)
@@ -47,8 +47,12 @@ class Interleave:
         return sources, periods * self._counts[sources] + self._ranks[slots]
 
 
-def _counts_per_period(weights: Sequence[float]) -> list[int]:
-    """Samples of each source in the shortest period that holds the shares exactly."""
+def counts_per_period(weights: Sequence[float]) -> list[int]:
+    """Samples of each source in the shortest period that holds the shares exactly.
+
+    Raises:
+        ConfigError: that period is longer than 65,536 samples.
+    """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
@@ -65,20 +69,24 @@ def _counts_per_period(weights: Sequence[float]) -> list[int]:
 def _schedule(counts: list[int]) -> list[int]:
     """Tijdeman's schedule of one period: after t slots, source i gave x_i with |x_i - t p_i| <= 1 - 1/(2n-2).
 
-    `counts` are the samples of each of the n sources in a period, p_i = counts[i] / sum(counts) the shares. All in
-    whole numbers.
+    `counts` are the samples of each of the n sources in a period, p_i = counts[i] / sum(counts) the shares.
+    All in whole numbers.
     """
     period = sum(counts)
+    if len(counts) == 1:
+        return [0] * period
     parts = 2 * len(counts) - 2
     given = [0] * len(counts)
+
+    def last_slot(i: int) -> int:
+        """The slot before which source i must have given its next sample, so as not to fall behind."""
+        return (parts * (given[i] + 1) - 1) * period // (parts * counts[i])
+
     order = []
     for t in range(1, period + 1):
-        # May be given now without getting more than its share allows ...
+        # Those that may give now without getting more than their share allows; never none of them.
         ready = [i for i, count in enumerate(counts) if parts * (count * t - given[i] * period) >= period]
-        # ... and of those, the one that would fall behind first.
-        chosen = (
-            min(ready, key=lambda i: (Fraction(parts * (given[i] + 1) - 1, counts[i]), i)) if parts else 0
-        )
+        chosen = min(ready, key=last_slot)
         given[chosen] += 1
         order.append(chosen)
     return order

@@ -26,7 +26,9 @@ import tokenizers
 from quaver.data.bpe import open_bpe, train_bpe
 from quaver.data.build import Progress, ScannedSource, scan, train_documents, write_cache
 from quaver.data.cache import VERSION, TokenCache, find_fault, open_caches, read_manifest, write_manifest
+from quaver.data.interleave import counts_per_period
 from quaver.data.loader import require_windows
+from quaver.data.paths import user_path
 from quaver.data.sources import Source, find_sources
 from quaver.data.split import SALT
 from quaver.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, require_vocabulary
@@ -74,8 +76,7 @@ def prepare_data(
     """
     del seed
     progress = progress or _no_progress
-    sources = find_sources(config.sources)
-    fixed = _fixed_tokenizer(config, vocab_size)
+    sources, fixed = _check(config, vocab_size)
     identity = _identity(config, sources, fixed)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     root = _cache_root(config)
@@ -94,13 +95,27 @@ def prepare_data(
     return prepared
 
 
+def check_data(config: DataConfig, *, vocab_size: int | None = None) -> None:
+    """Raises the ConfigErrors that can be found without reading a document, for a dry run.
+
+    Those are paths, kinds and names of files, weights, and the tokeniser with its vocabulary.
+    """
+    _check(config, vocab_size)
+
+
+def _check(config: DataConfig, vocab_size: int | None) -> tuple[tuple[Source, ...], Tokenizer | None]:
+    sources = find_sources(config.sources)
+    counts_per_period([source.weight for source in sources])
+    return sources, _fixed_tokenizer(config, vocab_size)
+
+
 def _no_progress(stage: str, done: int, total: int | None) -> None:
     pass
 
 
 def _cache_root(config: DataConfig) -> Path:
     given = config.cache_dir or os.environ.get("QUAVER_CACHE") or "~/.cache/quaver"
-    return Path(given).expanduser().absolute() / "data"
+    return user_path(given, "data.cache_dir") / "data"
 
 
 def _fixed_tokenizer(config: DataConfig, vocab_size: int | None) -> Tokenizer | None:

@@ -15,9 +15,10 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from quaver.data.documents import USER_SUFFIXES, SourceFile
+from quaver.data.paths import existing_path
 from quaver.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def find_sources(configs: tuple[SourceConfig, ...]) -> tuple[Source, ...]:
 def _standard_library(name: str, weight: float, key: str) -> Source:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     files, left_out = [], []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = sorted(set(folders) - _NOT_LIBRARY)
         for file_name in names:
             path = Path(folder, file_name)
@@ -102,7 +103,7 @@ def _standard_library(name: str, weight: float, key: str) -> Source:
                 continue
             if path.is_symlink():  # Debian links sitecustomize.py to /etc
                 left_out.append(LeftOut(relative, "a link"))
-            elif file_name.startswith("_sysconfigdata"):
+            elif relative.startswith(("_sysconfigdata", "config-")):
                 left_out.append(LeftOut(relative, "written by the build of this machine's Python"))
             else:
                 files.append(SourceFile(path, relative, key))
@@ -115,22 +116,24 @@ def _standard_library(name: str, weight: float, key: str) -> Source:
     return _sorted_source(name, weight, root, key, files, left_out, lenient=True)
 
 
+def _raise_unreadable(error: OSError) -> NoReturn:
+    raise ConfigError(
+        f"the folder cannot be read: {error.strerror}",
+        where=f"data.sources, {error.filename}",
+        remedy="make it readable or give another path",
+    ) from error
+
+
 def _user_source(given: str, name: str | None, weight: float, key: str) -> Source:
-    path = Path(given).expanduser().absolute()
-    where = f"{key}.path, {path}"
-    if not given or not path.exists():
-        raise ConfigError(
-            f"the path {given!r} does not exist",
-            where=where,
-            remedy=f"give a .txt, .jsonl or .parquet file, a folder of them, or {DEFAULT_CORPUS!r}",
-        )
-    if path.is_dir():
+    remedy = f"give a .txt, .jsonl or .parquet file, a folder of them, or {DEFAULT_CORPUS!r}"
+    path, status = existing_path(given, f"{key}.path", remedy)
+    if stat.S_ISDIR(status.st_mode):
         root = path.resolve()
         files, left_out = _walk(root, key)
         if not files:
             raise ConfigError(
                 "the folder holds no .txt, .jsonl or .parquet file",
-                where=where,
+                where=f"{key}.path, {path}",
                 remedy="put the text there or give another path",
             )
         return _sorted_source(name or root.name or "data", weight, root, key, files, left_out)
@@ -156,7 +159,7 @@ def _sorted_source(
 def _walk(root: Path, key: str) -> tuple[list[SourceFile], list[LeftOut]]:
     files: list[SourceFile] = []
     left_out: list[LeftOut] = []
-    for entry in _entries(root, key):
+    for entry in _entries(root):
         path = Path(entry.path)
         relative = path.relative_to(root).as_posix()
         if entry.is_symlink():
@@ -172,21 +175,17 @@ def _walk(root: Path, key: str) -> tuple[list[SourceFile], list[LeftOut]]:
     return files, left_out
 
 
-def _entries(folder: Path, key: str) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Everything below `folder`, without entering links and hidden folders."""
     try:
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: entry.name)
     except OSError as error:
-        raise ConfigError(
-            f"the folder cannot be read: {error.strerror}",
-            where=f"{key}, {folder}",
-            remedy="make it readable or give another path",
-        ) from error
+        _raise_unreadable(error)
     for entry in entries:
         yield entry
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-            yield from _entries(Path(entry.path), key)
+            yield from _entries(Path(entry.path))
 
 
 def _inner_link(path: Path, root: Path, key: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from quaver.data.paths import existing_path
 from quaver.errors import ConfigError
 
 Ids = npt.NDArray[np.uint32]
@@ -63,7 +65,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The 256 bytes, then four special ids: 256 ends a document, three are free. Needs no training or file."""
+    """The 256 bytes, then four special ids: 256 ends a document, three are free. Needs no training."""
 
     name = "byte"
     eos_id = 256
@@ -186,15 +188,12 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
         ConfigError: no such file, not readable, or no token that ends a document.
     """
     where = f"data.tokenizer, {path}"
-    file = Path(path).expanduser()
-    if file.is_dir():
+    remedy = "give 'byte', 'bpe', a tokenizer.json or a folder that holds one"
+    file, status = existing_path(path, "data.tokenizer", remedy)
+    if stat.S_ISDIR(status.st_mode):
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(
-            f"the tokenizer {path!r} is neither 'byte', 'bpe', a tokenizer.json nor a folder that holds one",
-            where=where,
-            remedy="give one of these",
-        )
+        raise ConfigError(f"there is no tokenizer.json at {path!r}", where=where, remedy=remedy)
     try:
         definition = file.read_text(encoding="utf-8")
         eos = _configured_eos(file.with_name("tokenizer_config.json"))
