@@ -31,6 +31,7 @@ NAN_SCALE = 255
 """Scale byte of a block that holds NaN or Inf; the whole block decodes to NaN."""
 
 _E4M3_MAX = 448.0
+_E4M3_NAN = 0x7F
 _INF_BITS = 0x7F800000
 
 
@@ -72,13 +73,9 @@ def exponents_from_amax_bits(amax_bits: Tensor, scale_rule: str = "floor") -> Te
     """
     if amax_bits.dtype != torch.int32:
         raise TypeError(f"mxfp8.exponents_from_amax_bits takes int32 bit patterns, not {amax_bits.dtype}")
-    if scale_rule == "floor":
-        exponent = amax_bits >> 23
-    elif scale_rule == "rceil":
-        # 448 = 1.75 * 2^8: a mantissa above .75 (0x600000) carries into the exponent, exactly.
-        exponent = (amax_bits + 0x1FFFFF) >> 23
-    else:
-        raise ValueError(f'scale_rule is "floor" or "rceil", not {scale_rule!r}')
+    check_rule(scale_rule)
+    # 448 = 1.75 * 2^8: under rceil a mantissa above .75 (0x600000) carries into the exponent, exactly.
+    exponent = (amax_bits if scale_rule == "floor" else amax_bits + 0x1FFFFF) >> 23
     scales = exponent.sub_(8).clamp_min_(0)
     return scales.masked_fill_(amax_bits >= _INF_BITS, NAN_SCALE).to(torch.uint8)
 
@@ -86,7 +83,8 @@ def exponents_from_amax_bits(amax_bits: Tensor, scale_rule: str = "floor") -> Te
 def encode_with_scales(x: Tensor, scales: Tensor, *, axis: int = -1) -> Tensor:
     """E4M3 codes of x / 2^(scale - 127): exact division, round to nearest even, saturating at +-448.
 
-    Scale byte 0 divides by 2^-127, also in a block of subnormals; byte 255 gives codes 0.
+    Scale byte 0 divides by 2^-127, also in a block of subnormals; byte 255 gives codes 0. Under any other
+    byte NaN and Inf elements become the NaN codes 7F / FF: a scale that overlooked them hides nothing.
 
     Args:
         x: float32 or bfloat16, at least 1-d.
@@ -101,10 +99,16 @@ def encode_with_scales(x: Tensor, scales: Tensor, *, axis: int = -1) -> Tensor:
     check_float(x, "mxfp8.encode_with_scales")
     axis = normal_axis(x, axis)
     check_scales(scales, x.shape, axis)
-    if x.numel() == 0:
-        return torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    codes = encode_blocked(blocked(x.detach(), axis), scales.unsqueeze(axis + 1))
-    return _unblocked(codes, axis, x.shape[axis])
+    x_blocks, scales = blocked(x.detach(), axis), scales.unsqueeze(axis + 1)
+    codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x.device)
+    for part in _parts(x_blocks):
+        x_FP32 = x_blocks[part].float()
+        _encode_into(codes[part], x_FP32, scales[part])
+        peak = host_amax(_reduce_amax(x_FP32, axis + 1))
+        if peak is None or peak >= _INF_BITS:
+            codes[part].masked_fill_(x_FP32.isposinf() & (scales[part] != NAN_SCALE), _E4M3_NAN)
+            codes[part].masked_fill_(x_FP32.isneginf() & (scales[part] != NAN_SCALE), _E4M3_NAN | 0x80)
+    return unblocked(codes, axis, x.shape[axis])
 
 
 def dequantize(
@@ -131,10 +135,8 @@ def dequantize(
     check_decoded_dtype(dtype, "mxfp8.dequantize")
     axis = normal_axis(codes, axis)
     check_scales(scales, codes.shape, axis)
-    if codes.numel() == 0:
-        return torch.empty(codes.shape, dtype=dtype, device=codes.device)
     values = lookup(e4m3_table(dtype, codes.device), blocked(codes, axis))
-    return _unblocked(values.mul_(scale_values(scales, dtype).unsqueeze(axis + 1)), axis, codes.shape[axis])
+    return unblocked(values.mul_(scale_values(scales, dtype).unsqueeze(axis + 1)), axis, codes.shape[axis])
 
 
 def blocked(x: Tensor, axis: int) -> Tensor:
@@ -146,16 +148,14 @@ def blocked(x: Tensor, axis: int) -> Tensor:
     return x.unflatten(axis, ((length + short) // BLOCK, BLOCK))
 
 
-def encode_blocked(x_blocks: Tensor, scales: Tensor) -> Tensor:
-    """Codes of a blocked view, contiguous; `scales` broadcasts to it and has its number of axes."""
-    codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x_blocks.device)
-    for part in _parts(x_blocks):
-        _encode_into(codes[part], x_blocks[part].float(), scales[part])
-    return codes
+def unblocked(blocks: Tensor, axis: int, length: int) -> Tensor:
+    """The inverse of `blocked`: [..., n / 32, 32, ...] -> [..., length, ...], contiguous."""
+    return blocks.flatten(axis, axis + 1).narrow(axis, 0, length).contiguous()
 
 
 def quantize_blocked(x_blocks: Tensor, block_axis: int, scale_rule: str) -> tuple[Tensor, Tensor]:
     """(codes, scales) of a blocked view, contiguous; the scales keep `block_axis`, but with length 1."""
+    check_rule(scale_rule)
     codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x_blocks.device)
     scales = codes.new_empty([1 if i == block_axis else n for i, n in enumerate(x_blocks.shape)])
     for part in _parts(x_blocks):
@@ -188,6 +188,12 @@ def normal_axis(x: Tensor, axis: int) -> int:
     return axis % x.dim()
 
 
+def check_rule(scale_rule: str) -> None:
+    """ValueError unless the rule is one of the two."""
+    if scale_rule not in ("floor", "rceil"):
+        raise ValueError(f'scale_rule is "floor" or "rceil", not {scale_rule!r}')
+
+
 def check_scales(scales: Tensor, shape: torch.Size, axis: int) -> None:
     """TypeError unless `scales` is uint8, ValueError unless it fits `shape` in blocks along `axis`."""
     check_codes(scales, "MXFP8 scales")
@@ -205,6 +211,9 @@ def scale_shape(shape: torch.Size, axis: int) -> tuple[int, ...]:
 
 
 def _parts(x_blocks: Tensor) -> Iterator[slice]:
+    """Slices of the first axis to work in; none of an empty tensor."""
+    if x_blocks.numel() == 0:
+        return iter(())
     return pieces(x_blocks.shape[0], x_blocks.numel() // max(1, x_blocks.shape[0]), x_blocks.device)
 
 
@@ -231,10 +240,6 @@ def _power_of_two(biased: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         return (biased << 7).masked_fill_(biased == 0, 0x40).view(torch.bfloat16)
     return (biased.to(torch.int32) << 23).masked_fill_(biased == 0, 0x400000).view(torch.float32)
-
-
-def _unblocked(blocks: Tensor, axis: int, length: int) -> Tensor:
-    return blocks.flatten(axis, axis + 1).narrow(axis, 0, length).contiguous()
 
 
 def _e4m3_value(code: int) -> float:

@@ -15,7 +15,6 @@ these.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quaver.formats._common import check_float
@@ -29,7 +28,7 @@ from quaver.formats._mx_blocks import (
     exponents_from_amax_bits,
     normal_axis,
     quantize_blocked,
-    scale_shape,
+    unblocked,
 )
 from quaver.formats._mx_groups import dequantize_groups, group_scale_ends, quantize_groups
 
@@ -64,11 +63,5 @@ def quantize(x: Tensor, *, axis: int = -1, scale_rule: str = "floor") -> tuple[T
     """
     check_float(x, "mxfp8.quantize")
     axis = normal_axis(x, axis)
-    if scale_rule not in ("floor", "rceil"):
-        raise ValueError(f'scale_rule is "floor" or "rceil", not {scale_rule!r}')
-    if x.numel() == 0:
-        empty = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        return empty, empty.new_empty(scale_shape(x.shape, axis))
     codes, scales = quantize_blocked(blocked(x.detach(), axis), axis + 1, scale_rule)
-    codes = codes.flatten(axis, axis + 1).narrow(axis, 0, x.shape[axis])
-    return codes.contiguous(), scales.squeeze(axis + 1).contiguous()
+    return unblocked(codes, axis, x.shape[axis]), scales.squeeze(axis + 1).contiguous()
