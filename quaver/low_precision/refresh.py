@@ -47,13 +47,12 @@ def planned_sites(model: nn.Module) -> list[PlannedSite]:
     return sites
 
 
-def quantize_weights(root: nn.Module, *, refresh: bool = True, whole: nn.Module | None = None) -> list[str]:
+def quantize_weights(root: nn.Module, *, refresh: bool = True) -> list[str]:
     """Turns the FP32 parameters of all low-precision modules under `root` into masters; returns their FQNs.
 
     Args:
         root: a model, or one unit of it.
         refresh: derive codes at once; False where sharding follows, which starts from the masters anyway.
-        whole: the model that `root` belongs to, searched for other users of a parameter.
 
     Raises:
         PlanError: a parameter on meta, not FP32, or shared with a module that would go on without the codes.
@@ -74,7 +73,7 @@ def quantize_weights(root: nn.Module, *, refresh: bool = True, whole: nn.Module 
                     where=fqn,
                     remedy="materialise and initialise the module, upcast it to FP32, then quantise",
                 )
-            _check_unshared(source, fqn, whole if whole is not None else root)
+            _check_unshared(source, fqn, root)
             if id(source) not in made:
                 weight = MasterWeight(source.detach(), module.weight_spec(name))
                 made[id(source)] = nn.Parameter(weight, requires_grad=source.requires_grad)

@@ -1,0 +1,141 @@
+"""Eight-bit training without the trainer: `quantize_modules` on any FP32 module, `attach` to any optimiser.
+
+    model = quaver.quantize_modules(net, quaver.LowPrecisionConfig(enabled=True), plan=[rule])
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    quaver.attach(optimizer, net)
+
+May import: backends, config, low_precision, surgery, rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from quaver.assembly.rules import bind_rules
+from quaver.backends import Ledger, backend_for
+from quaver.config import LowPrecisionConfig, ReplacementRule
+from quaver.errors import PlanError
+from quaver.low_precision import policy_for, quantised_weights, quantize_weights, refresh, refresh_stale
+from quaver.surgery import build_replacements, compile_plan, install
+
+__all__ = ["QuantizedModel", "attach", "quantize_modules", "refresh"]
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """What `quantize_modules` did: the (same) model, the hits of each pattern, and what ran so far."""
+
+    model: nn.Module
+    replacements: list[dict[str, Any]]
+    ledger: Ledger
+
+    @property
+    def refresh_counts(self) -> dict[str, int]:
+        """FQN of each quantised weight -> refreshes that optimiser steps caused."""
+        return {fqn: local.state.refreshes for fqn, (_, local) in quantised_weights(self.model).items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.model(*args, **kwargs)
+
+
+def quantize_modules(
+    model: nn.Module,
+    config: LowPrecisionConfig,
+    *,
+    plan: Iterable[ReplacementRule] | ReplacementRule,
+) -> QuantizedModel:
+    """Replaces the planned modules of a materialised FP32 model in place, and quantises their weights.
+
+    Args:
+        model: any nn.Module whose planned weights are FP32.
+        config: with `enabled=True`.
+        plan: replacement rules; each pattern must hit.
+
+    Raises:
+        PlanError: a plan that does not fit, or a planned weight that is not FP32 (there would be no master);
+            the model is then untouched.
+        CapabilityError: the backend cannot run here.
+    """
+    if not config.enabled:
+        raise PlanError(
+            "low precision is off", where="LowPrecisionConfig.enabled", remedy="pass enabled=True, or do not call this"
+        )
+    ledger = Ledger(recipe=config.recipe_id)
+    policy = policy_for(config, backend_for(config, ledger))
+    rules = [plan] if isinstance(plan, ReplacementRule) else list(plan)
+    if not rules:
+        raise PlanError("the plan has no rule", where="plan", remedy="name at least one module pattern")
+    compiled = compile_plan(model, bind_rules(rules, policy))
+    for target in compiled.targets:
+        _require_fp32(model.get_submodule(target.fqn), target.fqn)
+    install(model, build_replacements(model, compiled))
+    quantize_weights(model)
+    return QuantizedModel(model, compiled.as_json(), ledger)
+
+
+def _require_fp32(module: nn.Module, fqn: str) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta or parameter.dtype is not torch.float32:
+            kind = "on the meta device" if parameter.is_meta else str(parameter.dtype)
+            raise PlanError(
+                f"a planned weight is {kind}; its FP32 master would not exist",
+                where=f"{fqn}.{name}",
+                remedy="load or build the model in float32; activations may be BF16 (autocast)",
+            )
+
+
+def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+    """Refreshes the model's quantised weights after each successful `optimizer.step()`.
+
+    Call it after the optimiser exists and after any `fully_shard`. It refreshes once at once (not counted),
+    binds the shards of FSDP2 to their parameters, and checks that the optimiser trains every trainable
+    quantised weight, now and at each step.
+
+    Returns:
+        The hook's handle; `remove()` ends it.
+    """
+    inner = _inner_optimizer(optimizer)
+    refresh(model)
+    _check_covered(inner, model)
+
+    def after_step(*_: Any) -> None:
+        _check_covered(inner, model)
+        refresh_stale(model, after_step=True)
+
+    return inner.register_step_post_hook(after_step)
+
+
+def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimiser inside a wrapper such as accelerate's, whose own `step` calls it."""
+    inner = optimizer
+    while not _has_hooks(inner) and isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer
+    if not _has_hooks(inner):
+        raise PlanError(
+            f"a {type(optimizer).__name__} has no step hooks", where="attach", remedy="attach the torch optimiser inside"
+        )
+    return inner  # type: ignore[no-any-return]
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    return "_optimizer_step_post_hooks" in getattr(optimizer, "__dict__", {})
+
+
+def _check_covered(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        fqn for fqn, (p, _) in quantised_weights(model).items() if p.requires_grad and id(p) not in held
+    ]
+    if missing:
+        raise PlanError(
+            f"the optimiser does not hold {len(missing)} trainable quantised weights of the model",
+            where=", ".join(missing[:5]),
+            remedy="quantize_modules, then fully_shard, then build the optimiser from model.parameters(), then attach",
+        )

@@ -1,0 +1,12 @@
+"""Training: one step, the loop around it, and the folder that it leaves. Start with step.py."""
+
+from quaver.training.evaluate import Validation, continuation, validate
+from quaver.training.events import Observer, RunResult, RunStart, Silent
+from quaver.training.run_folder import create_run_folder
+from quaver.training.step import StepResult, scheduled_lr, token_nats, train_step
+from quaver.training.trainer import Trainer, dry_run, resolve, train
+
+__all__ = [
+    "Observer", "RunResult", "RunStart", "Silent", "StepResult", "Trainer", "Validation", "continuation",
+    "create_run_folder", "dry_run", "resolve", "scheduled_lr", "token_nats", "train", "train_step", "validate",
+]

@@ -1,0 +1,81 @@
+"""Validation on fixed windows, and sample continuations; neither touches the global random state.
+
+May import: data, step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quaver.data import Batch, Tokenizer
+from quaver.training.step import token_nats
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean loss in nats per token, and in bits per byte of the text that the labels stand for."""
+
+    loss: float
+    bits_per_byte: float
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and back."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def validate(model: nn.Module, batches: Iterable[Batch]) -> Validation:
+    """Summed over all windows first, divided once."""
+    nats, tokens, n_bytes = 0.0, 0, 0
+    with evaluating(model):
+        for batch in batches:
+            nats += float(token_nats(model, batch))
+            tokens += batch.labels.numel()
+            n_bytes += batch.n_bytes or 0
+    return Validation(nats / tokens, nats / math.log(2) / n_bytes if n_bytes else math.nan)
+
+
+def continuation(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    window: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> str:
+    """Samples `tokens` tokens after the prompt, deterministic in `seed`.
+
+    Args:
+        tokens: how many; an end-of-document token ends it sooner.
+        window: longest context that is fed, in tokens.
+        temperature: softmax temperature.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    start = len(ids)
+    with evaluating(model):
+        for _ in range(tokens):
+            context = torch.tensor([ids[-window:]])
+            logits = model(input_ids=context, use_cache=False).logits[0, -1].float()
+            logits = logits[: tokenizer.vocab_size]  # the model's vocabulary may be rounded up
+            if not bool(torch.isfinite(logits).all()):
+                return tokenizer.decode(ids[start:]) + " [logits are not finite]"
+            token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
+            if token == tokenizer.eos_id:
+                break
+            ids.append(token)
+    return tokenizer.decode(ids[start:])

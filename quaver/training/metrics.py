@@ -1,0 +1,53 @@
+"""metrics.jsonl: the one source of truth of a run; TensorBoard, plots and reports are fed from the same lines.
+
+May import: errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from quaver.errors import CapabilityError
+
+
+def encode_number(value: Any) -> Any:
+    """JSON has no non-finite numbers: they become the strings "nan", "inf", "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+class MetricsWriter:
+    """Appends one JSON object a line, flushed at once, so that a killed run keeps every finished step."""
+
+    def __init__(self, path: Path, tensorboard_dir: Path | None = None) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _summary_writer(tensorboard_dir) if tensorboard_dir is not None else None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Writes one line; numbers go to TensorBoard as well where it is on."""
+        self._file.write(json.dumps({k: encode_number(v) for k, v in line.items()}, ensure_ascii=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key, value in line.items():
+                if key != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(key, value, line["step"])
+
+    def close(self) -> None:
+        """Closes the file and the board."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise CapabilityError(
+            "tensorboard is not installed", where="training.tensorboard", remedy="pip install 'quaver[tensorboard]'"
+        ) from error
+    return SummaryWriter(str(folder))

@@ -1,0 +1,103 @@
+"""A run's folder: where it lies, what it holds, and what the machine was. May import: config, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quaver.config import RunConfig, dump_yaml
+from quaver.errors import ConfigError
+
+RUNS = Path("runs")
+_PACKAGES = ("quaver", "torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic")
+
+
+def create_run_folder(name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS) -> Path:
+    """Makes the folder: `out`, which must not exist, or `runs/<name>`, numbered -2, -3, ... where taken."""
+    try:
+        if out is not None:
+            folder = Path(out)
+            if folder.exists():
+                raise ConfigError(
+                    f"{folder} exists already, and nothing is overwritten",
+                    where="--out",
+                    remedy="name another folder, or leave --out away for a numbered one under runs/",
+                )
+            folder.mkdir(parents=True)
+            return folder
+        number = 1
+        while True:
+            folder = runs / (name if number == 1 else f"{name}-{number}")
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                if runs.exists() and not runs.is_dir():
+                    raise
+                number += 1
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder cannot be made: {error.strerror or error}",
+            where=str(error.filename or out or runs),
+            remedy="choose a writable place with --out",
+        ) from error
+
+
+def environment(config: RunConfig, device: torch.device, **more: Any) -> dict[str, Any]:
+    """What a reader needs to judge a run's numbers: versions, commit, seed, device, threads."""
+    return {
+        "versions": {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        "commit": _commit(),
+        "seed": config.seed,
+        "recipe": config.low_precision.recipe_id if config.low_precision.enabled else None,
+        "backend": config.low_precision.backend if config.low_precision.enabled else None,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "platform": platform.platform(),
+        "command": sys.argv,
+        **more,
+    }
+
+
+def write_json(path: Path, document: Any) -> None:
+    """One JSON document, written beside and renamed, so that no reader sees half of it."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """The resolved config, re-runnable as it is."""
+    (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package lies in, marked when it has changes; None outside one."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip()

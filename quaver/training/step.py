@@ -1,0 +1,105 @@
+"""One optimiser step, in the order in which it happens. The file to read first.
+
+    for each micro-batch:   forward -> loss / global tokens -> backward        (eight-bit GEMMs, FP32 reduce)
+    finite?  no -> skip:    gradients dropped; master, moments, codes, schedule stay as they were
+    norm -> clip -> lr -> optimizer.step (FP32 masters; then each weight is quantised once) -> router bias
+
+May import: data, models, optim, assembly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quaver.assembly import Assembly
+from quaver.config import OptimizerConfig
+from quaver.data import Batch
+from quaver.optim import clip_, gradient_norm, learning_rate, warmup_steps_from_ratio
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step reports.
+
+    Args:
+        loss: mean nats per token over the step's global batch.
+        grad_norm: L2 norm before clipping.
+        lr: the learning rate that was used, or would have been.
+        tokens: label tokens of the step, over all ranks.
+        skipped: True if loss or norm was not finite and nothing was updated.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    skipped: bool
+
+
+def token_nats(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Summed negative log likelihood in nats over the batch's labels [B, T]; logits are FP32 from here on."""
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), reduction="sum")
+
+
+def scheduled_lr(update: int, total_steps: int, options: OptimizerConfig) -> float:
+    """The learning rate of the update with this index, counted from 0; a skipped step is no update."""
+    schedule = options.schedule
+    warmup = schedule.warmup_steps or 0
+    if schedule.warmup_ratio is not None:
+        warmup = warmup_steps_from_ratio(schedule.warmup_ratio, total_steps)
+    return learning_rate(
+        update,
+        total_steps=total_steps,
+        lr=options.lr,
+        kind=schedule.kind,
+        warmup_steps=warmup,
+        final_ratio=schedule.final_ratio,
+        decay_ratio=schedule.decay_ratio,
+    )
+
+
+def train_step(
+    assembly: Assembly, batches: Sequence[Batch], *, lr: float, clip_norm: float | None
+) -> StepResult:
+    """Forward and backward over the micro-batches, then one update, or none if a number is not finite.
+
+    Args:
+        assembly: the built model with its optimiser.
+        batches: the micro-batches of the step.
+        lr: learning rate of this update.
+        clip_norm: largest gradient norm; None does not clip.
+    """
+    optimizer = assembly.optimizer
+    tokens = sum(batch.labels.numel() for batch in batches)
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        # tokens are counted before the backward, so that any split into micro-batches gives the same gradient
+        loss = token_nats(assembly.model, batch) / tokens
+        loss.backward()
+        total += loss.detach().double()
+
+    parameters = list(trainable(assembly.model))
+    norm = gradient_norm(parameters)
+    finite = bool(torch.isfinite(norm) & torch.isfinite(total))
+    if finite:
+        if clip_norm is not None:
+            clip_(parameters, norm, clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()  # a hook refreshes the quantised weights after it has succeeded
+        assembly.router_bias.update(assembly.config.training.router_bias_update_rate)
+    else:
+        assembly.router_bias.discard()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(float(total), float(norm), lr, tokens, skipped=not finite)
+
+
+def trainable(model: nn.Module) -> Iterable[nn.Parameter]:
+    """The parameters that train, in the model's order, which is the order of the norm's sum."""
+    return (p for p in model.parameters() if p.requires_grad)

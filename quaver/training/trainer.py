@@ -1,0 +1,274 @@
+"""The trainer: prepares, builds, and repeats `train_step`, writing everything that a reader needs to a folder.
+
+May import: all rooms below.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quaver.assembly import Assembly, assemble, plan_on_meta
+from quaver.config import RunConfig, load_config
+from quaver.data import Loader, PreparedData, check_data, prepare_data, validation_batches
+from quaver.distributed import check_shard_size, init_world, launched_world_size, shard_mesh
+from quaver.errors import ConfigError, LedgerError, NonFiniteError
+from quaver.training.evaluate import Validation, continuation, validate
+from quaver.training.events import Observer, RunResult, RunStart, Silent
+from quaver.training.interrupt import StopRequest
+from quaver.training.metrics import MetricsWriter
+from quaver.training.run_folder import create_run_folder, environment, write_config, write_json
+from quaver.training.step import StepResult, scheduled_lr, train_step
+
+
+def train(
+    path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    observer: Observer | None = None,
+) -> RunResult:
+    """Trains one run to its end.
+
+    Args:
+        path_or_config: a YAML file, a mapping, or a parsed config.
+        overrides: dotted keys, "optimizer.lr=1e-4".
+        name: folder name under runs/, instead of the config's.
+        out: a folder that must not exist yet, instead of runs/<name>.
+        observer: what is told while the run goes on.
+
+    Raises:
+        ConfigError, PlanError, CapabilityError: before anything is trained.
+        NonFiniteError, LedgerError: the run failed; its folder says how far it came.
+    """
+    config = resolve(path_or_config, overrides)
+    return Trainer(config, observer or Silent()).run(name or config.name, out)
+
+
+def resolve(
+    path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any], overrides: Sequence[str] = ()
+) -> RunConfig:
+    """A parsed config with its overrides applied."""
+    if isinstance(path_or_config, RunConfig):
+        if not overrides:
+            return path_or_config
+        path_or_config = path_or_config.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    return load_config(path_or_config, overrides)
+
+
+def dry_run(config: RunConfig, ranks: int | None = None) -> Assembly:
+    """Everything that can be known without training: names, spec, plan, shards, data sources and sizes."""
+    assembly = plan_on_meta(config)
+    world = ranks if ranks is not None else (config.fsdp_config.dp_shard_size or launched_world_size())
+    assembly.verdicts(check_shard_size(config.fsdp_config.dp_shard_size, world))
+    check_sequence(config, assembly)
+    check_data(config.data, vocab_size=assembly.hf_config.vocab_size)
+    for step in (0, config.training.steps - 1):
+        scheduled_lr(step, config.training.steps, config.optimizer)
+    return assembly
+
+
+def check_sequence(config: RunConfig, assembly: Assembly) -> None:
+    """ConfigError if sequences are longer than the model's positions."""
+    longest = getattr(assembly.hf_config, "max_position_embeddings", None)
+    if longest is not None and config.data.seq_len > longest:
+        raise ConfigError(
+            f"sequences of {config.data.seq_len} tokens are longer than the model's {longest} positions",
+            where="data.seq_len",
+            remedy=f"set data.seq_len to at most {longest}, or raise model.config_overrides.max_position_embeddings",
+        )
+
+
+class Trainer:
+    """One run: `run` prepares and trains; what it holds is there to be read while it goes on."""
+
+    assembly: Assembly
+    data: PreparedData
+    loader: Loader
+    folder: Path
+
+    def __init__(self, config: RunConfig, observer: Observer) -> None:
+        self.config = config
+        self.observer = observer
+        self.device = torch.device("cpu")
+        self.step = 0  # steps taken; a skipped one counts
+        self.updates = 0  # successful ones: the schedule's clock
+        self.tokens = 0
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self.last_validation: tuple[int, Validation] | None = None
+
+    def run(self, name: str, out: str | os.PathLike[str] | None) -> RunResult:
+        """Prepares, builds and trains; the folder is made once nothing but training can fail."""
+        self._prepare()
+        self.folder = create_run_folder(name, out)
+        write_config(self.folder, self.config)
+        metrics = MetricsWriter(
+            self.folder / "metrics.jsonl",
+            self.folder / "tensorboard" if self.config.training.tensorboard else None,
+        )
+        try:
+            self._build()
+            return self._loop(metrics)
+        finally:
+            metrics.close()
+
+    def _prepare(self) -> None:
+        config = self.config
+        if config.training.num_threads is not None:
+            torch.set_num_threads(config.training.num_threads)
+        planned = dry_run(config, launched_world_size())
+        self.data = prepare_data(
+            config.data,
+            seed=config.seed,
+            vocab_size=planned.hf_config.vocab_size,
+            progress=self.observer.on_stage,
+        )
+        self.loader = Loader(
+            self.data.train,
+            seq_len=config.data.seq_len,
+            micro_batch_size=config.training.micro_batch_size,
+            seed=config.seed,
+        )
+
+    def _build(self) -> None:
+        config = self.config
+        # same bits on each run of one machine; uninitialised memory is never read, so it is not filled
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self.observer.on_stage("building the model", 0, None)
+        init_world(self.device.type)
+        mesh = shard_mesh(config.fsdp_config.dp_shard_size, self.device.type)
+        self.assembly = assemble(config, mesh, self.device)
+        self.sites = self.assembly.sites()
+        parameters = sum(p.numel() for p in self.assembly.model.parameters())
+        write_json(self.folder / "replacement.json", self.assembly.replacements())
+        write_json(
+            self.folder / "environment.json",
+            environment(
+                config,
+                self.device,
+                parameters=parameters,
+                tokenizer={"name": self.data.tokenizer.name, "digest": self.data.tokenizer.digest},
+                frozen=self.assembly.frozen,
+            ),
+        )
+        self.observer.on_start(
+            RunStart(
+                folder=self.folder,
+                parameters=parameters,
+                low_precision_sites=len(self.sites),
+                recipe=self.assembly.ledger.recipe,
+                device=str(self.device),
+                steps=self._last_step(),
+                tokens_per_step=config.training.micro_batch_size
+                * config.data.seq_len
+                * config.gradient_accumulation_steps,
+            )
+        )
+
+    def _last_step(self) -> int:
+        training = self.config.training
+        return min(training.steps, training.stop_after or training.steps)
+
+    def _loop(self, metrics: MetricsWriter) -> RunResult:
+        last = self._last_step()
+        every = self.config.training.validate_every
+        with StopRequest(self.observer.on_message) as stop:
+            try:
+                if every:
+                    self._validate(metrics)
+                while self.step < last and not stop.requested:
+                    result = self._one_step(metrics)
+                    if self.step == 1 and not result.skipped:
+                        self._check_ledger()
+                    if every and self.step % every == 0 and self.step < last:
+                        self._validate(metrics)
+                self._validate(metrics)
+                self._check_ledger()
+            finally:
+                self._write_ledger()
+        assert self.last_validation is not None
+        return RunResult(self.folder, self.step, self.last_validation[1].loss, interrupted=self.step < last)
+
+    def _one_step(self, metrics: MetricsWriter) -> StepResult:
+        config, start = self.config, time.perf_counter()
+        batches = [self.loader.next() for _ in range(config.gradient_accumulation_steps)]
+        lr = scheduled_lr(self.updates, config.training.steps, config.optimizer)
+        result = train_step(self.assembly, batches, lr=lr, clip_norm=config.optimizer.clip_norm)
+        self.step += 1
+        self.tokens += result.tokens
+        self.updates += not result.skipped
+        self.skipped += result.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        tokens_per_s = result.tokens / (time.perf_counter() - start)
+        metrics.write(
+            {
+                "step": self.step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": self.tokens,
+                "tokens_per_s": round(tokens_per_s, 1),
+                "skipped": self.skipped,
+            }
+        )
+        self.observer.on_step(self.step, result, tokens_per_s)
+        if self.skipped_in_a_row >= config.training.nonfinite_limit:
+            raise NonFiniteError(
+                f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient",
+                where=f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}",
+                remedy="lower optimizer.lr, lengthen the warm-up, or look at the data of these steps",
+            )
+        return result
+
+    def _validate(self, metrics: MetricsWriter) -> None:
+        if self.last_validation is not None and self.last_validation[0] == self.step:
+            return
+        training, seq_len = self.config.training, self.config.data.seq_len
+        batches = validation_batches(
+            self.data.validation,
+            seq_len=seq_len,
+            batch_size=training.micro_batch_size,
+            count=training.validation_batches,
+        )
+        result = validate(self.assembly.model, batches)
+        self.last_validation = (self.step, result)
+        metrics.write({"step": self.step, "val_loss": result.loss, "val_bpb": result.bits_per_byte})
+        samples = [
+            {
+                "prompt": prompt,
+                "text": continuation(
+                    self.assembly.model,
+                    self.data.tokenizer,
+                    prompt,
+                    tokens=training.sample_tokens,
+                    window=seq_len,
+                    seed=self.config.seed,
+                ),
+            }
+            for prompt in training.sample_prompts
+            if training.sample_tokens
+        ]
+        if samples:
+            metrics.write({"step": self.step, "samples": samples})
+        self.observer.on_validation(self.step, result, samples)
+
+    def _check_ledger(self) -> None:
+        if self.assembly.policy is not None and self.step:
+            micro_steps = self.step * self.config.gradient_accumulation_steps
+            self.assembly.ledger.check(self.sites, micro_steps=micro_steps)
+
+    def _write_ledger(self) -> None:
+        ok = True
+        try:
+            self._check_ledger()
+        except LedgerError:
+            ok = False  # the check itself has raised, or raises after this
+        write_json(self.folder / "ledger.json", self.assembly.ledger.to_json(ok=ok))
