@@ -99,7 +99,7 @@ def only(value: object, what: str, remedy: str) -> AfterValidator:
 
     def check(given: Any) -> Any:
         if given != value:
-            raise not_supported(f"{what} ({_plain(given)})", remedy=remedy)
+            raise not_supported(f"{what}, got {_plain(given)}", remedy=remedy)
         return given
 
     return AfterValidator(check)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from quaver.config.problems import Path, Problem, join_errors
 from quaver.errors import ConfigError
@@ -104,19 +105,22 @@ def parse_yaml(text: str, source: str, *, place: str | None = None) -> Document:
     Raises:
         ConfigError: not YAML, a duplicate key, a refused tag, a key that is not text, too large or too deep.
     """
-    loader = _Loader(text, source)
     try:
+        loader = _Loader(text, source)
         root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = place or (f"{source}:{mark.line + 1}" if mark else source)
         reason = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{line}: not valid YAML: {reason}", remedy="correct the YAML") from None
-    except yaml.YAMLError as error:
+    except ReaderError as error:
+        line = place or f"{source}:{text.count(chr(10), 0, error.position) + 1}"
+        reason = f"the character U+{int(error.character):04X} may not stand in YAML"
+        raise ConfigError(f"{line}: not valid YAML: {reason}", remedy="remove the character") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # PyYAML's scanner lets the built-in errors of impossible escapes ("\\UFFFFFFFF") through
         reason = " ".join(str(error).split())
         raise ConfigError(f"{place or source}: not valid YAML: {reason}", remedy="correct the YAML") from None
-    finally:
-        loader.dispose()
     if root is None:
         return Document(None, source)
     builder = _Builder(source, place)

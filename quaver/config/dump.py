@@ -23,6 +23,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # YAML 1.1 reads NEL, LS and PS as line breaks; PyYAML escapes them in double quotes alone
+    style = '"' if any(char in text for char in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
 for _name, _pattern, _first in CORE_SCHEMA:
     _Dumper.add_implicit_resolver(
         "tag:yaml.org,2002:" + _name,
@@ -68,5 +75,5 @@ def dump_yaml(config: RunConfig) -> str:
         sort_keys=False,
         allow_unicode=True,
         default_flow_style=False,
-        width=110,
+        width=1_000_000,
     )

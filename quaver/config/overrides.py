@@ -1,7 +1,7 @@
 """Dotted overrides: `optimizer.lr=1e-4`, `data.sources.0.path=x`, values in YAML, the last one wins.
 
-They are laid onto the parsed document before it is validated, so that an override meets exactly the checks that
-a file meets, with "override 2" where the file's errors have their line.
+They are laid onto the parsed document before it is validated, so that an override meets exactly the checks
+that a file meets, with "override 2" where the file's errors have their line.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Layered:
         return None
 
     def _drop_synonyms(self, section: dict[str, Any], path: Path, key: str) -> None:
-        """`training.steps=10` takes out a `train_iters` given before: they are one key, and the last one wins."""
+        """`training.steps=10` takes out a `train_iters` given before: one key, and the last one wins."""
         owner = section_of(type_at(self._schema, path))
         field = field_for(owner, key) if owner else None
         for synonym in keys_of(key, field) if field else ():

@@ -97,6 +97,8 @@ def _told(details: Any, root: type[BaseModel], place: Callable[[Path], str]) -> 
         return Problem(place(path), path, context["what"], context["remedy"])
     if kind == "extra_forbidden":
         return Problem(place(path), path, "unknown key", _legal_instead(path, root))
+    if kind == "missing" and isinstance(path[-1], int):  # a list that is too short: the list is what is wrong
+        kind, path = "too_short", path[:-1]
     wanted = type_at(root, path)
     if wanted is None:
         return Problem(place(path), path, details["msg"])

@@ -35,7 +35,7 @@ class FSDPConfig(Section):
         bool,
         only(
             False,
-            "comm_fusion, with low_precision.enabled (weights of several tensors) or without",
+            "fused communication, with low_precision.enabled or without",
             "set fsdp_config.comm_fusion: false",
         ),
     ] = Field(False, description="Fuse collectives; true is not supported.")
