@@ -8,7 +8,6 @@ Lists names only; `documents` reads. May import `quaver.errors` and the standard
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 import sysconfig
@@ -63,19 +62,13 @@ def find_sources(configs: tuple[SourceConfig, ...]) -> tuple[Source, ...]:
 
     Raises:
         ConfigError: a path is missing, empty, no plain file or folder, has an unknown extension or a link
-            that leaves its folder; two sources have one name; a weight is not a positive number.
+            that leaves its folder; two sources have one name.
     """
     if not configs:
         return (_standard_library(DEFAULT_CORPUS, 1.0, "data.sources (the default corpus)"),)
     sources: list[Source] = []
     for index, config in enumerate(configs):
         key = f"data.sources[{index}]"
-        if not (math.isfinite(config.weight) and config.weight > 0):
-            raise ConfigError(
-                f"the weight {config.weight} is not a positive number",
-                where=f"{key}.weight",
-                remedy="give a weight above 0, or take the source out of data.sources",
-            )
         if config.path == DEFAULT_CORPUS:
             source = _standard_library(config.name or DEFAULT_CORPUS, config.weight, key)
         else:
