@@ -101,7 +101,7 @@ def encode_with_scales(x: Tensor, scales: Tensor, *, axis: int = -1) -> Tensor:
     check_scales(scales, x.shape, axis)
     x_blocks, scales = blocked(x.detach(), axis), scales.unsqueeze(axis + 1)
     codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x.device)
-    for part in _parts(x_blocks):
+    for part in _parts(x_blocks, axis + 1):
         x_FP32 = x_blocks[part].float()
         _encode_into(codes[part], x_FP32, scales[part])
         peak = host_amax(_reduce_amax(x_FP32, axis + 1))
@@ -158,7 +158,7 @@ def quantize_blocked(x_blocks: Tensor, block_axis: int, scale_rule: str) -> tupl
     check_rule(scale_rule)
     codes = torch.empty(x_blocks.shape, dtype=torch.uint8, device=x_blocks.device)
     scales = codes.new_empty([1 if i == block_axis else n for i, n in enumerate(x_blocks.shape)])
-    for part in _parts(x_blocks):
+    for part in _parts(x_blocks, block_axis):
         x_FP32 = x_blocks[part].float()  # exact, and on a CPU int32 maxima are faster than int16 ones
         scales[part] = exponents_from_amax_bits(_reduce_amax(x_FP32, block_axis), scale_rule)
         _encode_into(codes[part], x_FP32, scales[part])
@@ -210,11 +210,14 @@ def scale_shape(shape: torch.Size, axis: int) -> tuple[int, ...]:
     return (*shape[:axis], -(-shape[axis] // BLOCK), *shape[axis + 1 :])
 
 
-def _parts(x_blocks: Tensor) -> Iterator[slice]:
-    """Slices of the first axis to work in; none of an empty tensor."""
+def _parts(x_blocks: Tensor, block_axis: int) -> Iterator[tuple[slice, ...]]:
+    """Indices of the parts to work in, cut along the first axis that can be cut; none of an empty tensor."""
     if x_blocks.numel() == 0:
-        return iter(())
-    return pieces(x_blocks.shape[0], x_blocks.numel() // max(1, x_blocks.shape[0]), x_blocks.device)
+        return
+    axis = next((i for i, n in enumerate(x_blocks.shape) if n > 1 and i != block_axis), 0)
+    length = x_blocks.shape[axis]
+    for part in pieces(length, x_blocks.numel() // length, x_blocks.device):
+        yield (*[slice(None)] * axis, part)
 
 
 def _encode_into(codes: Tensor, x_FP32: Tensor, scales: Tensor) -> None:

@@ -23,7 +23,10 @@ def wild(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1,), (31,), (32,), (33,), (64, 96), (40, 70), (3, 33, 64), (2, 64, 5, 7)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1,), (31,), (32,), (33,), (64, 96), (40, 70), (3, 33, 64), (1, 32, 5), (1, 1, 90), (2, 64, 5, 7)],
+)
 def test_every_axis(shape, dtype):
     x = wild(*shape).to(dtype)
     for axis in range(-x.dim(), x.dim()):
@@ -67,9 +70,11 @@ def test_strides_do_not_matter():
 
 def test_pieces_and_host_looks_change_nothing(monkeypatch):
     x, ends = wild(130, 70), torch.tensor([33, 33, 130])
+    ones_ahead = wild(1, 1, 32, 200)
 
     def everything():
         out = [*mxfp8.quantize(x), *mxfp8.quantize(x, axis=0), *mxfp8.quantize_groups(x, ends)]
+        out += [*mxfp8.quantize(ones_ahead), *mxfp8.quantize(ones_ahead, axis=2)]
         out.append(mxfp8.dequantize(out[0], out[1]).view(torch.int32))
         return [*out, mxfp8.encode_with_scales(x, torch.full((130, 3), 127, dtype=torch.uint8))]
 
