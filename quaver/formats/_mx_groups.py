@@ -21,7 +21,8 @@ class _Rows(NamedTuple):
     """Where tokens stand among whole blocks."""
 
     blocks: int  # rows of scales
-    padded_row: Tensor | None  # int64 [S]; None where every group fills its blocks and nothing moves
+    padded_row: Tensor | None  # where each token goes, int64 [S]; None where every group fills its blocks
+    source: Tensor | None  # the token that each padded row holds, int64 [32 * blocks]; None likewise
 
 
 def group_scale_ends(group_ends: Tensor) -> Tensor:
@@ -46,10 +47,7 @@ def quantize_groups(x_SK: Tensor, group_ends: Tensor, *, scale_rule: str = "floo
     check_float(x_SK, "mxfp8.quantize_groups")
     rows = _rows(x_SK, group_ends)
     x_SK = x_SK.detach()
-    if rows.padded_row is None:
-        padded = x_SK
-    else:
-        padded = x_SK.new_zeros(rows.blocks * BLOCK, x_SK.shape[1]).index_copy_(0, rows.padded_row, x_SK)
+    padded = x_SK if rows.source is None else x_SK.index_select(0, rows.source)
     codes, scales = quantize_blocked(blocked(padded, 0), 1, scale_rule)
     codes = codes.flatten(0, 1)
     if rows.padded_row is not None:
@@ -100,7 +98,7 @@ def _rows(x_SK: Tensor, group_ends: Tensor) -> _Rows:
     if group_ends.numel() == 0:
         if tokens:
             raise ValueError(f"no groups, but {tokens} tokens")
-        return _Rows(0, None)
+        return _Rows(0, None, None)
     group_ends = group_ends.to(x_SK.device)
     counts = torch.diff(group_ends, prepend=group_ends.new_zeros(1))
     block_ends = group_scale_ends(group_ends)
@@ -112,11 +110,15 @@ def _rows(x_SK: Tensor, group_ends: Tensor) -> _Rows:
             f" and the smallest group has {smallest} tokens"
         )
     if blocks * BLOCK == tokens:
-        return _Rows(blocks, None)
-    token = torch.arange(tokens, device=x_SK.device)
-    group = torch.searchsorted(group_ends, token, right=True)
+        return _Rows(blocks, None, None)
     padding_before = (block_ends - _block_counts(group_ends)) * BLOCK - (group_ends - counts)
-    return _Rows(blocks, token + padding_before[group])
+    token = torch.arange(tokens, device=x_SK.device)
+    padded_row = token + padding_before[torch.searchsorted(group_ends, token, right=True)]
+    # A padded row repeats its group's last token: it shares a block with that token, so no maximum changes.
+    row = torch.arange(blocks * BLOCK, device=x_SK.device)
+    group = torch.searchsorted(block_ends * BLOCK, row, right=True)
+    source = torch.minimum(row - padding_before[group], group_ends[group] - 1)
+    return _Rows(blocks, padded_row, source)
 
 
 def _block_counts(group_ends: Tensor) -> Tensor:
