@@ -6,7 +6,7 @@ of the low-precision FSDP2 design; its 64-row rule is `strict_scale_tiles`. May 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,14 +64,21 @@ def shard_verdicts(model: nn.Module, ranks: int, config: FSDPConfig) -> Iterator
 
 
 def require_legal(model: nn.Module, ranks: int, config: FSDPConfig) -> list[ShardVerdict]:
-    """All verdicts, or PlanError naming the first illegal weight, its shape and the key that decides."""
+    """All verdicts on a model, or PlanError as `refuse_illegal` raises it."""
     verdicts = list(shard_verdicts(model, ranks, config))
+    refuse_illegal(verdicts, ranks)
+    return verdicts
+
+
+def refuse_illegal(verdicts: Iterable[ShardVerdict], ranks: int) -> None:
+    """PlanError naming the first illegal weight, its shape and the keys that decide, if there is one."""
     illegal = [v for v in verdicts if v.verdict == "illegal"]
     if illegal:
         first = illegal[0]
+        what = "1 weight" if len(illegal) == 1 else f"{len(illegal)} weights"
         raise PlanError(
-            f"{len(illegal)} weights cannot be sharded over {ranks} ranks: {first.reason}",
-            where=f"{first.fqn} {first.shape}",
-            remedy="fsdp_config.fallback_to_unsharded: true keeps them whole on each rank (still eight-bit GEMMs)",
+            f"{what} cannot be sharded over {ranks} ranks: {first.reason}",
+            where=f"{first.fqn} {list(first.shape)}",
+            remedy="another fsdp_config.dp_shard_size; or fsdp_config.fallback_to_unsharded: true keeps them "
+            "whole on each rank (still eight-bit GEMMs)",
         )
-    return verdicts
