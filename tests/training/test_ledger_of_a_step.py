@@ -1,0 +1,141 @@
+"""The ledger against an independent witness: a dispatch mode that sees every aten GEMM of a training step."""
+
+from collections import Counter
+
+import pytest
+import torch
+from test_equalities import batches, build
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quaver.errors import LedgerError
+from quaver.low_precision import LowPrecisionLinear
+from quaver.training import train
+from quaver.training.step import train_step
+
+aten = torch.ops.aten
+GEMMS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+LINEARS_A_LAYER = 4  # MLA projections of one layer
+
+
+class Witness(TorchDispatchMode):
+    """Every aten GEMM: the site of the backend call that it is inside of, or its shapes where it is outside."""
+
+    def __init__(self, ledger) -> None:
+        super().__init__()
+        self.ledger, self.inside, self.outside = ledger, Counter(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in GEMMS:
+            site = self.ledger.active
+            if site is None:
+                matrices = [a for a in args if isinstance(a, torch.Tensor) and a.ndim >= 2]
+                self.outside.append((str(func), tuple(tuple(m.shape) for m in matrices[-2:])))
+            else:
+                self.inside[site.fqn, site.gemm] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "hif8"])
+def test_every_gemm_is_inside_a_backend_call_or_named_as_high_precision(micro, fmt: str) -> None:
+    assembly = build(micro(fmt))
+    sample = batches(micro(fmt), 1)
+    with Witness(assembly.ledger) as witness:
+        train_step(assembly, sample, lr=1e-3, clip_norm=1.0)
+    dense = {site.fqn for site in assembly.sites() if site.kind == "dense"}
+    counted = Counter()
+    for (fqn, kind, gemm, *_), count in assembly.ledger.executed.items():
+        counted[fqn, gemm] += count
+    # dense: one aten GEMM each; grouped: one for each expert that had tokens
+    for fqn in dense:
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            assert witness.inside[fqn, gemm] == counted[fqn, gemm] == 1
+    for site in assembly.sites():
+        if site.kind == "grouped":
+            tokens = assembly.ledger.expert_tokens[site.fqn.rpartition(".")[0]]
+            busy = sum(n > 0 for n in tokens)
+            for gemm in ("fprop", "dgrad", "wgrad"):
+                assert witness.inside[site.fqn, gemm] == busy
+                assert counted[site.fqn, gemm] == 1
+    assert set(witness.inside) == set(counted)
+    # outside: the head and each router, three GEMMs each (fprop, dgrad, wgrad); attention is SDPA, embedding a gather
+    config = assembly.hf_config
+    T, H = sample[0].input_ids.numel(), config.hidden_size
+    outside = Counter(frozenset(d for shape in shapes for d in shape) for _, shapes in witness.outside)
+    head = frozenset({T, H, config.vocab_size})
+    router = frozenset({T, H, config.n_routed_experts})
+    routers = config.num_hidden_layers - config.first_k_dense_replace
+    leftover = Counter(outside)
+    leftover.subtract({head: 3, router: 3 * routers})
+    leftover = +leftover
+    heads_dim = {config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim, 32}
+    assert all(dims <= heads_dim for dims in leftover), f"GEMMs outside of the named list: {leftover}"
+
+
+def test_a_gemm_around_the_backend_ends_the_run(micro, tmp_path, monkeypatch) -> None:
+    def detour(self, input):
+        weight = self.weight.select("row")
+        from quaver.formats import mxfp8
+
+        return torch.nn.functional.linear(input, mxfp8.dequantize(weight.data, weight.scale).to(input.dtype))
+
+    original = LowPrecisionLinear.forward
+
+    def forward(self, input):
+        return (detour if self.fqn == "model.layers.1.self_attn.o_proj" else original)(self, input)
+
+    monkeypatch.setattr(LowPrecisionLinear, "forward", forward)
+    with pytest.raises(LedgerError, match=r"model\.layers\.1\.self_attn\.o_proj") as raised:
+        train(micro("mxfp8"), out=tmp_path / "run")
+    assert raised.value.exit_code == 3
+    document = __import__("json").loads((tmp_path / "run" / "ledger.json").read_text())
+    assert document["ok"] is False
+
+
+def test_one_wgrad_around_the_backend_is_found(micro, tmp_path, monkeypatch) -> None:
+    import quaver.low_precision.dense as dense
+
+    original = dense._DenseGemms.backward
+
+    def backward(ctx, g):
+        if ctx.fqn != "model.layers.2.self_attn.q_proj":
+            return original(ctx, g)
+        backend = ctx.recipe.backend
+        real = backend.low_precision_matmul
+
+        def around(left, right, *, layout, output_dtype, site):
+            if layout != "TN":
+                return real(left, right, layout=layout, output_dtype=output_dtype, site=site)
+            wish = backend.codec(left.format)
+            a, b = wish.factors(left, torch.float32), wish.factors(right, torch.float32)
+            return (a.values.t() @ b.values).to(output_dtype)
+
+        monkeypatch.setattr(backend, "low_precision_matmul", around, raising=False)
+        try:
+            return original(ctx, g)
+        finally:
+            monkeypatch.setattr(backend, "low_precision_matmul", real, raising=False)
+
+    monkeypatch.setattr(dense._DenseGemms, "backward", staticmethod(backward))
+    with pytest.raises(LedgerError, match="q_proj wgrad"):
+        train(micro("mxfp8"), out=tmp_path / "run")
+
+
+def test_ledger_of_a_whole_run(micro, tmp_path) -> None:
+    import json
+
+    train(micro("hif8", "gradient_accumulation_steps=3"), out=tmp_path / "run")
+    document = json.loads((tmp_path / "run" / "ledger.json").read_text())
+    assert document["ok"] is True
+    assert document["recipe"] == "hif8/current@1"
+    counts = {(e["fqn"], e["gemm"]): e["count"] for e in document["entries"]}
+    assert set(counts.values()) == {12}  # 4 steps of 3 micro-steps
+    assert len({e["fqn"] for e in document["entries"]}) == 3 * LINEARS_A_LAYER + 3 + 2 * 3 + 2 * 2
+
+
+def test_low_precision_off_writes_an_empty_ledger(micro, tmp_path) -> None:
+    import json
+
+    train(micro("bf16"), out=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "ledger.json").read_text()) == {
+        "recipe": None, "ok": True, "entries": [], "idle_experts": [],
+    }
