@@ -174,7 +174,7 @@ def _causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             where="model.config_name_or_path",
             remedy="choose a decoder-only language model, such as deepseek_v3",
         )
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     chosen: type[PreTrainedModel] = found[0] if isinstance(found, tuple | list) else found
     return chosen
 

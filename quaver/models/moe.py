@@ -146,29 +146,34 @@ class RouterBias:
             PlanError: a router saw no token since the last update, or has no bias to move.
         """
         loads = self.loads()
-        with torch.no_grad():
-            for load in loads:
-                if not sum(load.counts):
-                    raise PlanError(
-                        "a router was not run since the last update",
-                        where=f"{load.fqn}.gate",
-                        remedy="update once after each step, whose forward ran in training mode",
-                    )
-                if rate == 0:
-                    continue
-                bias = getattr(self._gates[load.fqn], ROUTER_BIAS, None)
-                if bias is None:
-                    raise PlanError(
-                        "a router has no bias to balance with",
-                        where=f"{load.fqn}.gate.{ROUTER_BIAS}",
-                        remedy="set training.router_bias_update_rate: 0",
-                    )
-                # mean - load times the number of experts, in integers: the sign is exact, ties stay ties.
+        biases = [self._bias_to_move(load, rate) for load in loads]  # all are checked before one moves
+        for load, bias in zip(loads, biases):
+            if bias is not None:
+                # mean - load, times the number of experts, in integers: the sign is exact and ties stay ties.
                 total = sum(load.counts)
                 excess = torch.tensor([total - len(load.counts) * count for count in load.counts])
                 bias.add_(torch.sign(excess).to(device=bias.device, dtype=torch.float32), alpha=rate)
         self.discard()
         return loads
+
+    def _bias_to_move(self, load: RouterLoad, rate: float) -> torch.Tensor | None:
+        """The bias that an update moves, or None at rate 0; a router that did not run is an error."""
+        if not sum(load.counts):
+            raise PlanError(
+                "a router was not run since the last update",
+                where=f"{load.fqn}.gate",
+                remedy="update once after each step, whose forward ran in training mode",
+            )
+        if rate == 0:
+            return None
+        bias = self._gates[load.fqn]._buffers.get(ROUTER_BIAS)
+        if bias is None:
+            raise PlanError(
+                "a router has no bias to balance with",
+                where=f"{load.fqn}.gate.{ROUTER_BIAS}",
+                remedy="set training.router_bias_update_rate: 0",
+            )
+        return bias
 
     def discard(self) -> None:
         """Forget the counts: after a step that was skipped."""
@@ -212,7 +217,8 @@ class RouterBias:
             self._counts[fqn].copy_(counts)
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks and let go of the process group (gloo aborts if its group outlives the program)."""
+        self._group = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
