@@ -16,7 +16,7 @@ from quaver.distributed import like_sharded, local_tensor
 from quaver.errors import PlanError, StaleWeightError
 from quaver.low_precision.dense import low_precision_linear
 from quaver.low_precision.master import MasterWeight
-from quaver.low_precision.quantized import WeightSpec
+from quaver.low_precision.quantized import QuantizedWeightTensor, WeightSpec
 from quaver.low_precision.recipe import LowPrecisionPolicy, LowPrecisionRecipe
 
 
@@ -58,7 +58,7 @@ class LowPrecisionModule(nn.Module):
 
     def _require_quantised(self, weight: torch.Tensor, name: str) -> None:
         """PlanError if a forward pass came before the build step that quantises."""
-        if not hasattr(weight, "select"):
+        if not isinstance(weight, MasterWeight | QuantizedWeightTensor):
             raise PlanError(
                 "forward before its weights were quantised",
                 where=f"{self.weight_fqn(name)} is a {type(weight).__name__}",
