@@ -2,11 +2,13 @@
 
 from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import Observer, RunResult, RunStart, Silent
-from quaver.training.run_folder import create_run_folder
+from quaver.training.metrics import encode_number
+from quaver.training.run_folder import check_run_folder, create_run_folder
 from quaver.training.step import StepResult, scheduled_lr, token_nats, train_step
 from quaver.training.trainer import Trainer, dry_run, resolve, train
 
 __all__ = [
-    "Observer", "RunResult", "RunStart", "Silent", "StepResult", "Trainer", "Validation", "continuation",
-    "create_run_folder", "dry_run", "resolve", "scheduled_lr", "token_nats", "train", "train_step", "validate",
+    "Observer", "RunResult", "RunStart", "Silent", "StepResult", "Trainer", "Validation",
+    "check_run_folder", "continuation", "create_run_folder", "dry_run", "encode_number", "resolve",
+    "scheduled_lr", "token_nats", "train", "train_step", "validate",
 ]

@@ -1,6 +1,6 @@
 """What a run tells while it goes on; the command line shows it, a notebook may ignore it.
 
-May import: step, evaluate.
+May import: step, evaluate, metrics.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quaver.training.evaluate import Validation
+from quaver.training.metrics import encode_number
 from quaver.training.step import StepResult
+
+REPORT = "report.html"
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class RunStart:
     low_precision_sites: int
     recipe: str | None
     device: str
+    threads: int
     steps: int
     tokens_per_step: int
 
@@ -42,7 +46,7 @@ class Observer(Protocol):
         """A validation is done."""
 
     def on_message(self, message: str) -> None:
-        """Something worth a line."""
+        """Something worth a line; comes from inside a signal handler, so nothing here may wait for a lock."""
 
 
 class Silent:
@@ -80,6 +84,17 @@ class RunResult:
     val_loss: float
     interrupted: bool = False
 
+    @property
+    def report(self) -> Path:
+        """The page on this run."""
+        return self.dir / REPORT
+
     def to_json(self) -> dict[str, Any]:
-        """As one JSON document."""
-        return {"dir": str(self.dir), "steps": self.steps, "val_loss": self.val_loss, "interrupted": self.interrupted}
+        """As one JSON document; a loss that is not finite is the string "nan", "inf" or "-inf"."""
+        return {
+            "dir": str(self.dir),
+            "steps": self.steps,
+            "val_loss": encode_number(self.val_loss),
+            "interrupted": self.interrupted,
+            "report": str(self.report),
+        }

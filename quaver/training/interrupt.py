@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While it is entered, the first signal only sets `requested`; a second SIGINT raises KeyboardInterrupt."""
+    """Entered: the first signal only sets `requested`; a second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.requested = False

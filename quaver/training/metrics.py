@@ -1,10 +1,11 @@
-"""metrics.jsonl: the one source of truth of a run; TensorBoard, plots and reports are fed from the same lines.
+"""metrics.jsonl: the one source of truth of a run; TensorBoard, plots and reports are fed from its lines.
 
 May import: errors.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -29,7 +30,8 @@ class MetricsWriter:
 
     def write(self, line: dict[str, Any]) -> None:
         """Writes one line; numbers go to TensorBoard as well where it is on."""
-        self._file.write(json.dumps({k: encode_number(v) for k, v in line.items()}, ensure_ascii=False) + "\n")
+        encoded = {key: encode_number(value) for key, value in line.items()}
+        self._file.write(json.dumps(encoded, ensure_ascii=False) + "\n")
         self._file.flush()
         if self._board is not None:
             for key, value in line.items():
@@ -43,11 +45,18 @@ class MetricsWriter:
             self._board.close()
 
 
-def _summary_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
+def require_tensorboard() -> None:
+    """CapabilityError where TensorBoard is not installed; nothing is imported."""
+    if importlib.util.find_spec("tensorboard") is None:
         raise CapabilityError(
-            "tensorboard is not installed", where="training.tensorboard", remedy="pip install 'quaver[tensorboard]'"
-        ) from error
+            "tensorboard is not installed",
+            where="training.tensorboard",
+            remedy="pip install 'quaver[tensorboard]'",
+        )
+
+
+def _summary_writer(folder: Path) -> Any:
+    require_tensorboard()
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder))

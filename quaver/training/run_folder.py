@@ -20,17 +20,25 @@ RUNS = Path("runs")
 _PACKAGES = ("quaver", "torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic")
 
 
+def check_run_folder(out: str | os.PathLike[str] | None, runs: Path = RUNS) -> None:
+    """The errors of `create_run_folder` that can be told without making anything."""
+    if out is not None and os.path.lexists(out):
+        raise _exists(Path(out))
+    wanted = Path(out) if out is not None else runs
+    above = next(path for path in (wanted, *wanted.absolute().parents) if os.path.lexists(path))
+    if not above.is_dir():
+        raise _not_makeable(f"{above} is no folder", wanted)
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise _not_makeable(f"{above} is not writable", wanted)
+
+
 def create_run_folder(name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS) -> Path:
     """Makes the folder: `out`, which must not exist, or `runs/<name>`, numbered -2, -3, ... where taken."""
     try:
         if out is not None:
             folder = Path(out)
-            if folder.exists():
-                raise ConfigError(
-                    f"{folder} exists already, and nothing is overwritten",
-                    where="--out",
-                    remedy="name another folder, or leave --out away for a numbered one under runs/",
-                )
+            if os.path.lexists(folder):
+                raise _exists(folder)
             folder.mkdir(parents=True)
             return folder
         number = 1
@@ -44,11 +52,23 @@ def create_run_folder(name: str, out: str | os.PathLike[str] | None = None, runs
                     raise
                 number += 1
     except OSError as error:
-        raise ConfigError(
-            f"the run's folder cannot be made: {error.strerror or error}",
-            where=str(error.filename or out or runs),
-            remedy="choose a writable place with --out",
-        ) from error
+        raise _not_makeable(str(error.strerror or error), Path(error.filename or out or runs)) from error
+
+
+def _exists(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{folder} exists already, and nothing is overwritten",
+        where="--out",
+        remedy="name another folder, or leave --out away for a numbered one under runs/",
+    )
+
+
+def _not_makeable(reason: str, wanted: Path) -> ConfigError:
+    return ConfigError(
+        f"the run's folder cannot be made: {reason}",
+        where=str(wanted),
+        remedy="choose a writable place with --out",
+    )
 
 
 def environment(config: RunConfig, device: torch.device, **more: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The trainer: prepares, builds, and repeats `train_step`, writing everything that a reader needs to a folder.
+"""The trainer: prepares, builds, repeats `train_step`, and writes all that a reader needs to a folder.
 
 May import: all rooms below.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -21,8 +22,14 @@ from quaver.errors import ConfigError, LedgerError, NonFiniteError
 from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import Observer, RunResult, RunStart, Silent
 from quaver.training.interrupt import StopRequest
-from quaver.training.metrics import MetricsWriter
-from quaver.training.run_folder import create_run_folder, environment, write_config, write_json
+from quaver.training.metrics import MetricsWriter, require_tensorboard
+from quaver.training.run_folder import (
+    check_run_folder,
+    create_run_folder,
+    environment,
+    write_config,
+    write_json,
+)
 from quaver.training.step import StepResult, scheduled_lr, train_step
 
 
@@ -47,18 +54,15 @@ def train(
         ConfigError, PlanError, CapabilityError: before anything is trained.
         NonFiniteError, LedgerError: the run failed; its folder says how far it came.
     """
-    config = resolve(path_or_config, overrides)
-    return Trainer(config, observer or Silent()).run(name or config.name, out)
+    if name is not None:
+        overrides = [*overrides, f"name={json.dumps(name)}"]
+    return Trainer(resolve(path_or_config, overrides), observer or Silent()).run(out)
 
 
 def resolve(
     path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any], overrides: Sequence[str] = ()
 ) -> RunConfig:
     """A parsed config with its overrides applied."""
-    if isinstance(path_or_config, RunConfig):
-        if not overrides:
-            return path_or_config
-        path_or_config = path_or_config.model_dump(mode="json", exclude_unset=True, by_alias=True)
     return load_config(path_or_config, overrides)
 
 
@@ -69,6 +73,8 @@ def dry_run(config: RunConfig, ranks: int | None = None) -> Assembly:
     assembly.verdicts(check_shard_size(config.fsdp_config.dp_shard_size, world))
     check_sequence(config, assembly)
     check_data(config.data, vocab_size=assembly.hf_config.vocab_size)
+    if config.training.tensorboard:
+        require_tensorboard()
     for step in (0, config.training.steps - 1):
         scheduled_lr(step, config.training.steps, config.optimizer)
     return assembly
@@ -81,7 +87,8 @@ def check_sequence(config: RunConfig, assembly: Assembly) -> None:
         raise ConfigError(
             f"sequences of {config.data.seq_len} tokens are longer than the model's {longest} positions",
             where="data.seq_len",
-            remedy=f"set data.seq_len to at most {longest}, or raise model.config_overrides.max_position_embeddings",
+            remedy=f"set data.seq_len to at most {longest}, or raise "
+            "model.config_overrides.max_position_embeddings",
         )
 
 
@@ -104,18 +111,24 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.last_validation: tuple[int, Validation] | None = None
 
-    def run(self, name: str, out: str | os.PathLike[str] | None) -> RunResult:
+    def run(self, out: str | os.PathLike[str] | None = None) -> RunResult:
         """Prepares, builds and trains; the folder is made once nothing but training can fail."""
+        check_run_folder(out)  # preparing a corpus may take minutes: a wrong --out is told before that
         self._prepare()
-        self.folder = create_run_folder(name, out)
-        write_config(self.folder, self.config)
+        # from the folder on, the first Ctrl-C leaves it complete
+        with StopRequest(self.observer.on_message) as stop:
+            self.folder = create_run_folder(self.config.name, out)
+            write_config(self.folder, self.config)
+            return self._train(stop)
+
+    def _train(self, stop: StopRequest) -> RunResult:
         metrics = MetricsWriter(
             self.folder / "metrics.jsonl",
             self.folder / "tensorboard" if self.config.training.tensorboard else None,
         )
         try:
             self._build()
-            return self._loop(metrics)
+            return self._loop(metrics, stop)
         finally:
             metrics.close()
 
@@ -124,6 +137,7 @@ class Trainer:
         if config.training.num_threads is not None:
             torch.set_num_threads(config.training.num_threads)
         planned = dry_run(config, launched_world_size())
+        init_world(self.device.type)
         self.data = prepare_data(
             config.data,
             seed=config.seed,
@@ -143,7 +157,6 @@ class Trainer:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.observer.on_stage("building the model", 0, None)
-        init_world(self.device.type)
         mesh = shard_mesh(config.fsdp_config.dp_shard_size, self.device.type)
         self.assembly = assemble(config, mesh, self.device)
         self.sites = self.assembly.sites()
@@ -166,6 +179,7 @@ class Trainer:
                 low_precision_sites=len(self.sites),
                 recipe=self.assembly.ledger.recipe,
                 device=str(self.device),
+                threads=torch.get_num_threads(),
                 steps=self._last_step(),
                 tokens_per_step=config.training.micro_batch_size
                 * config.data.seq_len
@@ -177,23 +191,22 @@ class Trainer:
         training = self.config.training
         return min(training.steps, training.stop_after or training.steps)
 
-    def _loop(self, metrics: MetricsWriter) -> RunResult:
+    def _loop(self, metrics: MetricsWriter, stop: StopRequest) -> RunResult:
         last = self._last_step()
         every = self.config.training.validate_every
-        with StopRequest(self.observer.on_message) as stop:
-            try:
-                if every:
-                    self._validate(metrics)
-                while self.step < last and not stop.requested:
-                    result = self._one_step(metrics)
-                    if self.step == 1 and not result.skipped:
-                        self._check_ledger()
-                    if every and self.step % every == 0 and self.step < last:
-                        self._validate(metrics)
+        try:
+            if every:
                 self._validate(metrics)
-                self._check_ledger()
-            finally:
-                self._write_ledger()
+            while self.step < last and not stop.requested:
+                result = self._one_step(metrics)
+                if self.step == 1 and not result.skipped:
+                    self._check_ledger()
+                if every and self.step % every == 0 and self.step < last:
+                    self._validate(metrics)
+            self._validate(metrics)
+            self._check_ledger()
+        finally:
+            self._write_ledger()
         assert self.last_validation is not None
         return RunResult(self.folder, self.step, self.last_validation[1].loss, interrupted=self.step < last)
 
