@@ -76,7 +76,7 @@ def _read(path: Path) -> str:
             f"{path}: larger than {MAX_BYTES} bytes", remedy="a config is small; is this another file?"
         )
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(

@@ -117,6 +117,16 @@ def test_keys_that_would_be_errors_are_not_written():
     assert "decay_ratio" not in written["optimizer"]["schedule"]
 
 
+@pytest.mark.parametrize(
+    "text", ["a\x85b", "a\u2028b", "a\u2029b", "a\nb", "a\tb", "\ufeffa", "\x1b[31m", "低精度", "😀"]
+)
+def test_unusual_text_survives_a_dump(text):
+    config = load_config({"training": {"sample_prompts": [text]}})
+    written = dump_yaml(config)
+    assert parse_config(written) == config
+    assert yaml.safe_load(written)["training"]["sample_prompts"] == [text]
+
+
 def test_infinities_in_config_overrides_survive():
     config = load_config(
         {"model": {"config_name_or_path": "x", "config_overrides": {"limit": [0.0, math.inf]}}}

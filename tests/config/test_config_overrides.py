@@ -3,6 +3,8 @@
 import pytest
 
 from quaver.config import LowPrecisionConfig, ReplacementRule, RunConfig, load_config, parse_config
+from quaver.config.document import parse_yaml
+from quaver.config.overrides import apply_overrides
 from quaver.errors import ConfigError
 
 FILE = """\
@@ -137,12 +139,23 @@ def test_errors_in_the_file_keep_their_line_beside_overrides():
     assert "override 1: optimizer.lr" in str(caught.value)
 
 
+def test_a_replaced_section_is_blamed_on_the_override_and_not_on_its_old_line():
+    with pytest.raises(ConfigError, match=r"^override 1: optimizer\.lr: wanted a number"):
+        parse_config("optimizer:\n  lr: 1\n", source="run.yaml", overrides=["optimizer={lr: x}"])
+
+
+def test_the_document_is_left_as_it_was():
+    document = parse_yaml(FILE, "run.yaml")
+    apply_overrides(document, ["data.sources.0.path=x", "training.steps=7"], RunConfig)
+    assert document == parse_yaml(FILE, "run.yaml")
+
+
 def test_a_mapping_is_a_config_and_is_left_as_it_was():
     given = {"training": {"steps": 3}, "data": {"sources": [{"path": "a"}]}}
     config = load_config(given, ["training.steps=4", "data.sources.0.path=b"])
     assert (config.training.steps, config.data.sources[0].path) == (4, "b")
     assert given == {"training": {"steps": 3}, "data": {"sources": [{"path": "a"}]}}
-    with pytest.raises(ConfigError, match="^config: trainin: unknown key"):
+    with pytest.raises(ConfigError, match=r"^config: trainin: unknown key"):
         load_config({"trainin": {}})
     with pytest.raises(ConfigError, match="Keys should be strings"):
         load_config({1: 2})  # type: ignore[dict-item]
