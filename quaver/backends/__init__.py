@@ -1,6 +1,7 @@
 """Backends: what quantises and multiplies in eight bits, the contract they share, and the ledger.
 
-Reading order: contract.py, ledger.py, codecs.py, reference.py. May import: torch, formats, config (types), errors.
+Reading order: contract.py, ledger.py, codecs.py, reference.py. May import: torch, formats, config (types),
+errors.
 """
 
 from quaver.backends.contract import (
@@ -17,8 +18,8 @@ from quaver.backends.contract import (
     ScalingSpec,
 )
 from quaver.backends.ledger import Ledger, PlannedSite, in_backward
-from quaver.backends.registry import backend_for
 from quaver.backends.reference import ReferenceBackend
+from quaver.backends.registry import backend_for
 
 __all__ = [
     "CONTRACTED", "GEMMS", "Backend", "Gemm", "GemmSite", "Layout", "Ledger", "OperandError", "Orientation",

@@ -7,6 +7,7 @@ more codec handed to `ReferenceBackend(codecs=...)`. May import: torch, formats,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +49,12 @@ class Codec(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, scale) of a tensor; see `Backend.quantize`."""
 
+    def misfit(self, operand: QuantizedOperand, ends: list[int] | None) -> str | None:
+        """Why an operand's scale does not belong to its codes, in one sentence; None where it does.
+
+        `ends`: of a token axis that is contracted group by group.
+        """
+
     def factors(
         self, operand: QuantizedOperand, dtype: torch.dtype, group_list: torch.Tensor | None = None
     ) -> Factors:
@@ -74,6 +81,16 @@ class MXFP8Codec:
         if group_list is not None and orientation == "col":
             return mxfp8.quantize_groups(tensor, group_list, scale_rule=rule)
         return mxfp8.quantize(tensor, axis=-1 if orientation == "row" else -2, scale_rule=rule)
+
+    def misfit(self, operand: QuantizedOperand, ends: list[int] | None) -> str | None:
+        """Scales are bytes, one per block of the blocked axis; blocks restart at each group."""
+        axis = operand.data.ndim - (1 if operand.orientation == "row" else 2)
+        wanted = list(operand.shape)
+        if ends is not None and operand.orientation == "col":
+            wanted[axis] = sum(-(-(end - start) // mxfp8.BLOCK) for start, end in zip([0, *ends], ends))
+        else:
+            wanted[axis] = -(-wanted[axis] // mxfp8.BLOCK)
+        return _scale_misfit(operand, torch.uint8, [tuple(wanted)])
 
     def factors(
         self, operand: QuantizedOperand, dtype: torch.dtype, group_list: torch.Tensor | None = None
@@ -114,7 +131,7 @@ def _may_be_bf16(scales: torch.Tensor) -> bool:
 
 
 def _zero_blocks_hold_zeros(operand: QuantizedOperand, values: torch.Tensor) -> bool:
-    """True if scale byte 0 stands on zero blocks alone: a nonzero code there would be a BF16 subnormal, or lost."""
+    """True if scale byte 0 stands on zero blocks alone: a nonzero code there may be subnormal, or lost."""
     if operand.scale.numel() == 0 or int(operand.scale.min()) > 0:
         return True
     lost = ((operand.data & 0x7F) != 0) & (values.abs() < SMALLEST_NORMAL)
@@ -143,6 +160,11 @@ class HiF8Codec:
         spread = scale.view(-1, 1, 1) if scale.ndim == 1 else scale
         return hif8.quantize(tensor, spread), scale
 
+    def misfit(self, operand: QuantizedOperand, ends: list[int] | None) -> str | None:
+        """One FP32 scale, or one per expert of a 3-D weight."""
+        shapes = [(), operand.shape[:1]] if operand.data.ndim == 3 else [()]
+        return _scale_misfit(operand, torch.float32, shapes)
+
     def factors(
         self, operand: QuantizedOperand, dtype: torch.dtype, group_list: torch.Tensor | None = None
     ) -> Factors:
@@ -151,11 +173,24 @@ class HiF8Codec:
         return Factors(torch.take(table, operand.data.long()), operand.scale)
 
 
+def _scale_misfit(
+    operand: QuantizedOperand, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]
+) -> str | None:
+    found, scale = tuple(operand.scale.shape), operand.scale
+    if scale.dtype is dtype and found in [tuple(shape) for shape in shapes]:
+        return None
+    return (
+        f"the {operand.orientation} scale of {tuple(operand.shape)} codes is {scale.dtype} {found},"
+        f" {operand.format} wants {dtype} {' or '.join(str(tuple(shape)) for shape in shapes)}"
+    )
+
+
 def tensor_amax(tensor: torch.Tensor) -> torch.Tensor:
     """FP32 amax: 0-d of a 2-D tensor, [E] of a 3-D one; 0 for an empty tensor; NaN if there is one."""
     dims = tuple(range(tensor.ndim))[1:] if tensor.ndim == 3 else tuple(range(tensor.ndim))
     if tensor.numel() == 0:
-        return torch.zeros(tensor.shape[:1] if tensor.ndim == 3 else (), dtype=torch.float32, device=tensor.device)
+        shape = tensor.shape[:1] if tensor.ndim == 3 else ()
+        return torch.zeros(shape, dtype=torch.float32, device=tensor.device)
     return tensor.abs().amax(dims).float()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -59,7 +60,7 @@ class GemmSite:
     def __post_init__(self) -> None:
         if self.gemm not in GEMMS:
             raise OperandError(
-                f"gemm {self.gemm!r} is not one of fprop, dgrad, wgrad", where=self.fqn, remedy="name the GEMM"
+                f"gemm {self.gemm!r} is not one of {', '.join(GEMMS)}", where=self.fqn, remedy="name the GEMM"
             )
 
 
@@ -110,7 +111,7 @@ class QuantizedOperand:
         if self.data.dtype is not torch.uint8:
             raise OperandError(f"operand data is {self.data.dtype}, codes are torch.uint8")
         if self.data.ndim not in (2, 3):
-            raise OperandError(f"operand data has shape {tuple(self.data.shape)}; a GEMM takes 2-D or 3-D codes")
+            raise OperandError(f"operand data of shape {tuple(self.data.shape)}; GEMMs take 2-D or 3-D codes")
 
     @property
     def shape(self) -> torch.Size:
@@ -125,7 +126,7 @@ class QuantizedOperand:
 
 
 class Backend(Protocol):
-    """Quantise and multiply. Chosen once by `low_precision.backend`; kernels' errors are raised as they are."""
+    """Quantise and multiply. Chosen once by `low_precision.backend`; kernels' errors are raised unchanged."""
 
     name: str
     ledger: Ledger
@@ -192,21 +193,55 @@ def check_layout(left: QuantizedOperand, right: QuantizedOperand, layout: Layout
     wanted = CONTRACTED[layout]
     if (left.orientation, right.orientation) != wanted:
         raise OperandError(
-            f"orientations {left.orientation}, {right.orientation}: the blocks do not run along the contracted axis",
+            f"orientations {left.orientation}, {right.orientation}: blocks do not run along the contraction",
             where=where,
             remedy=f"{layout} takes {wanted[0]}, {wanted[1]}",
         )
 
 
-def check_group_list(group_list: torch.Tensor, groups: int | None, rows: int, site: GemmSite) -> None:
-    """`group_list` is int64 cumulative ends, non-decreasing, the last equal to the number of rows."""
+def check_shapes(
+    left: QuantizedOperand,
+    right: QuantizedOperand,
+    layout: Layout,
+    site: GemmSite,
+    output_dtype: torch.dtype,
+    *,
+    grouped: bool = False,
+) -> None:
+    """Dimensions, contracted lengths and output dtype fit, else OperandError with FQN and gemm.
+
+    Dense operands are 2-D; so are grouped ones, but for the weight [E, K, N] under NN and NT. Outputs
+    are BF16 or FP32.
+    """
+    where = f"{site.fqn} {site.gemm} ({layout})"
+    wanted = (2, 3 if grouped and layout != "TN" else 2)
+    if (left.data.ndim, right.data.ndim) != wanted:
+        raise OperandError(
+            f"operands of shapes {tuple(left.shape)} and {tuple(right.shape)}, wanted 2-D and {wanted[1]}-D",
+            where=where,
+        )
+    inner = (left.shape[0 if layout[0] == "T" else 1], right.shape[-1 if layout[1] == "T" else -2])
+    if inner[0] != inner[1]:
+        raise OperandError(
+            f"contracted lengths {inner[0]} and {inner[1]} differ: {tuple(left.shape)}, {tuple(right.shape)}",
+            where=where,
+        )
+    if output_dtype not in (torch.bfloat16, torch.float32):
+        raise OperandError(f"output dtype {output_dtype} is neither BF16 nor FP32", where=where)
+
+
+def check_group_list(group_list: torch.Tensor, groups: int | None, rows: int, site: GemmSite) -> list[int]:
+    """The ends as a list: int64, cumulative, non-decreasing, the last equal to the number of rows."""
     where = f"{site.fqn} {site.gemm}"
     if group_list.dtype is not torch.int64 or group_list.ndim != 1:
         raise OperandError(
-            f"group_list is {group_list.dtype} {tuple(group_list.shape)}, wanted int64 [E] cumulative ends", where=where
+            f"group_list is {group_list.dtype} {tuple(group_list.shape)}, wanted int64 [E] cumulative ends",
+            where=where,
         )
     if groups is not None and group_list.numel() != groups:
         raise OperandError(f"group_list has {group_list.numel()} groups, the weight {groups}", where=where)
-    ends = group_list.tolist()
-    if ends and (ends[-1] != rows or ends[0] < 0 or any(a > b for a, b in zip(ends, ends[1:]))):
-        raise OperandError(f"group_list {ends} does not end at the {rows} rows in ascending order", where=where)
+    ends: list[int] = group_list.tolist()
+    fits = ends[-1] == rows and ends[0] >= 0 if ends else rows == 0
+    if not fits or any(a > b for a, b in pairwise(ends)):
+        raise OperandError(f"group_list {ends} does not ascend to the {rows} rows", where=where)
+    return ends

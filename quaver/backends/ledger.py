@@ -49,11 +49,14 @@ class Ledger:
     _inference: set[str] = field(default_factory=set)
 
     def announce(self, fqn: str, *, input_grad: bool, weight_grad: bool) -> None:
-        """A module's side: it is about to run one forward pass of `fqn`; under no_grad both flags are False."""
+        """A module's side: it is about to run one forward pass of `fqn`, and these gradients will be wanted.
+
+        Under no_grad it is inference; a module whose input and weight are both frozen still trains the rest.
+        """
         if in_backward():
             self.calls[fqn, "recomputed"] += 1
             return
-        if not (input_grad or weight_grad):
+        if not torch.is_grad_enabled():
             self.calls[fqn, "inference"] += 1
             self._inference.add(fqn)
             return
@@ -66,7 +69,7 @@ class Ledger:
 
     @contextmanager
     def record(self, site: GemmSite, *, kind: Kind, format: str, kernel: str) -> Iterator[None]:
-        """A backend's side: runs around the kernel, and counts it only once it has come back without an error."""
+        """A backend's side: runs around the kernel, and counts it once it has come back without an error."""
         before, self.active = self.active, site
         try:
             yield
@@ -81,8 +84,8 @@ class Ledger:
             self.executed[key] += 1
 
     def note_expert_tokens(self, fqn: str, counts: list[int]) -> None:
-        """Tokens per expert of one forward pass, summed over the run; zero at the end means idle."""
-        if in_backward():
+        """Tokens per expert of one training forward pass, summed over the run; zero at the end means idle."""
+        if in_backward() or not torch.is_grad_enabled():
             return
         total = self.expert_tokens.setdefault(fqn, [0] * len(counts))
         for index, count in enumerate(counts):
@@ -98,7 +101,7 @@ class Ledger:
         ]
 
     def differences(self, plan: Sequence[PlannedSite], *, micro_steps: int | None = None) -> list[str]:
-        """Every way in which the executed GEMMs differ from the plan, one sentence each; empty when they agree.
+        """Every way in which the executed GEMMs differ from the plan, one sentence each; empty if they agree.
 
         Args:
             plan: the planned sites.
@@ -108,6 +111,7 @@ class Ledger:
         planned = {site.fqn: site for site in plan}
         ran: Counter[tuple[str, str]] = Counter()
         again: Counter[str] = Counter()
+        inferred: Counter[str] = Counter()
         for (fqn, kind, gemm, fmt, _), count in self.executed.items():
             ran[fqn, gemm] += count
             site = planned.get(fqn)
@@ -117,6 +121,11 @@ class Ledger:
                 found.append(f"{fqn} {gemm}: ran as {kind} {fmt}, planned as {site.kind} {site.format}")
         for (fqn, *_), count in self.recomputed.items():
             again[fqn] += count
+        for (fqn, *_), count in self.inference.items():
+            inferred[fqn] += count
+        called = {fqn for fqn, _ in self.calls}
+        for fqn in sorted(called - {*planned, *(key[0] for key in self.executed)}):
+            found.append(f"{fqn}: called as a low-precision module, but not in the plan")
         for fqn in planned:
             wanted = self.calls[fqn, "fprop"]
             if micro_steps is not None and wanted != micro_steps:
@@ -126,13 +135,15 @@ class Ledger:
             for gemm in ("fprop", "dgrad", "wgrad"):
                 if ran[fqn, gemm] != self.calls[fqn, gemm]:
                     found.append(
-                        f"{fqn} {gemm}: {ran[fqn, gemm]} GEMMs through the backend, {self.calls[fqn, gemm]} announced"
+                        f"{fqn} {gemm}: {ran[fqn, gemm]} GEMMs through the backend, "
+                        f"{self.calls[fqn, gemm]} announced"
                     )
-            if again[fqn] != self.calls[fqn, "recomputed"]:
-                found.append(
-                    f"{fqn} recomputed fprop: {again[fqn]} through the backend, "
-                    f"{self.calls[fqn, 'recomputed']} announced"
-                )
+            for kind_of_pass, counted in (("recomputed", again), ("inference", inferred)):
+                if counted[fqn] != self.calls[fqn, kind_of_pass]:
+                    found.append(
+                        f"{fqn} {kind_of_pass} fprop: {counted[fqn]} through the backend, "
+                        f"{self.calls[fqn, kind_of_pass]} announced"
+                    )
         return found
 
     def check(self, plan: Sequence[PlannedSite], *, micro_steps: int | None = None) -> None:
@@ -143,7 +154,7 @@ class Ledger:
             raise LedgerError(
                 f"the executed GEMMs are not those of the plan: {len(found)} differences{more}",
                 where="; ".join(found[:5]),
-                remedy="a GEMM went around the backend: call the module's own forward, and let no code replace it",
+                remedy="a GEMM went around the backend: call the module's own forward, never replace it",
             )
 
     def to_json(self, *, ok: bool) -> dict[str, Any]:

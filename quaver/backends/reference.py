@@ -23,6 +23,7 @@ from quaver.backends.contract import (
     ScalingSpec,
     check_group_list,
     check_layout,
+    check_shapes,
 )
 from quaver.backends.ledger import Ledger
 from quaver.errors import CapabilityError
@@ -100,18 +101,10 @@ class ReferenceBackend:
     ) -> torch.Tensor:
         """NN: [T,N]x[N,K]; NT: [T,K]x[N,K]^T; TN: [T,N]^Tx[T,K]. Raises OperandError on a misfit."""
         check_layout(left, right, layout, site)
-        if left.data.ndim != 2 or right.data.ndim != 2:
-            raise OperandError(
-                f"dense operands are 2-D, got {tuple(left.shape)} and {tuple(right.shape)}",
-                where=f"{site.fqn} {site.gemm}",
-            )
-        inner = (left.shape[0 if layout[0] == "T" else 1], right.shape[1 if layout[1] == "T" else 0])
-        if inner[0] != inner[1]:
-            raise OperandError(
-                f"contracted lengths {inner[0]} and {inner[1]} differ: {tuple(left.shape)}, {tuple(right.shape)}",
-                where=f"{site.fqn} {site.gemm} ({layout})",
-            )
+        check_shapes(left, right, layout, site, output_dtype)
         codec = self.codec(left.format)
+        _check_scales(codec, left, None, site)
+        _check_scales(codec, right, None, site)
         wish = torch.bfloat16 if output_dtype is torch.bfloat16 else torch.float32
         with self.ledger.record(site, kind="dense", format=left.format, kernel=DENSE_KERNEL):
             a, b = codec.factors(left, wish), codec.factors(right, wish)
@@ -131,21 +124,18 @@ class ReferenceBackend:
     ) -> torch.Tensor:
         """One GEMM a non-empty group; a group without tokens adds no rows, and zeros under TN."""
         check_layout(left, right, layout, site)
-        check_group_list(group_list, None if layout == "TN" else right.shape[0], left.shape[0], site)
+        check_shapes(left, right, layout, site, output_dtype, grouped=True)
+        ends = check_group_list(group_list, None if layout == "TN" else right.shape[0], left.shape[0], site)
         codec = self.codec(left.format)
+        _check_scales(codec, left, ends, site)
+        _check_scales(codec, right, ends if layout == "TN" else None, site)
         wish = torch.bfloat16 if output_dtype is torch.bfloat16 else torch.float32
         with self.ledger.record(site, kind="grouped", format=left.format, kernel=GROUPED_KERNEL):
             a = codec.factors(left, wish, group_list)
             b = codec.factors(right, wish, group_list if layout == "TN" else None)
-            ends = group_list.tolist()
             if layout == "TN":
                 return self._grouped_wgrad(a, b, ends, output_dtype)
             b_values = b.values if layout == "NN" else b.values.transpose(-1, -2)
-            if b_values.shape[1] != a.values.shape[1]:
-                raise OperandError(
-                    f"contracted lengths differ: {tuple(left.shape)} and {tuple(right.shape)}",
-                    where=f"{site.fqn} {site.gemm} ({layout})",
-                )
             out = a.values.new_empty((left.shape[0], b_values.shape[2]), dtype=output_dtype)
             start = 0
             for expert, end in enumerate(ends):
@@ -168,12 +158,23 @@ class ReferenceBackend:
         return out
 
 
+def _check_scales(codec: Codec, operand: QuantizedOperand, ends: list[int] | None, site: GemmSite) -> None:
+    misfit = codec.misfit(operand, ends)
+    if misfit is not None:
+        where = f"{site.fqn} {site.gemm}"
+        raise OperandError(misfit, where=where, remedy="quantise it through the same backend")
+
+
 def product(a: torch.Tensor | None, b: torch.Tensor | None, expert: int | None = None) -> torch.Tensor | None:
-    """alpha_a * alpha_b in FP32, [E] scales indexed by `expert`; None where neither operand has one."""
-    if a is None or b is None:
-        return a if b is None else b
-    pick = [s[expert] if s.ndim == 1 and expert is not None else s for s in (a, b)]
-    return pick[0] * pick[1]
+    """alpha_a * alpha_b, [E] scales indexed by `expert`, in FP64, where two FP32 factors multiply exactly;
+    None where neither operand has one."""
+    scales = [s[expert] if s.ndim == 1 and expert is not None else s for s in (a, b) if s is not None]
+    if not scales:
+        return None
+    alpha = scales[0].double()
+    for scale in scales[1:]:
+        alpha = alpha * scale.double()
+    return alpha
 
 
 def multiply(
@@ -182,12 +183,14 @@ def multiply(
     """a @ b * alpha, accumulated in FP32 and rounded once to `output_dtype`."""
     if a.dtype is not b.dtype:  # one operand refused BF16: both go the exact FP32 way
         a, b = a.float(), b.float()
-    if a.dtype is torch.bfloat16 and alpha is not None:
-        if a.device.type == "cpu":
-            # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no extra copy
-            return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=float(alpha))
-        a, b = a.float(), b.float()  # a host copy of alpha would stall the device
-    out = torch.mm(a, b)
+    with torch.autocast(a.device.type, enabled=False):  # autocast would round FP32 factors to BF16
+        if a.dtype is torch.bfloat16 and alpha is not None:
+            if a.device.type == "cpu":
+                # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no copy
+                return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=float(alpha))
+            a, b = a.float(), b.float()  # a host copy of alpha would stall the device
+        out = torch.mm(a, b)
     if alpha is not None:
-        out = out * alpha
+        # FP32 outputs are scaled in FP64: an FP32 alpha would be a rounding more than the accumulation's own
+        out = out.double() * alpha if output_dtype is torch.float32 else out * alpha.float()
     return out.to(output_dtype)
