@@ -2,8 +2,8 @@
 
 Three kinds of line, told apart by their keys: training {"step", "loss", "grad_norm", "lr", "tokens",
 "tokens_per_s", "skipped"}, validation {"step", "val_loss", "val_bpb"} and samples {"step", "samples"}.
-Non-finite numbers are the strings "nan", "inf", "-inf". A step that was written twice (a run that went back to
-a checkpoint) counts as it was written last. May import: errors.
+Non-finite numbers are the strings "nan", "inf", "-inf". A step that was written twice (a run that went back
+to a checkpoint) counts as it was written last. May import: errors.
 """
 
 from __future__ import annotations
@@ -189,13 +189,20 @@ def _training(step: int, fields: _Fields) -> TrainingLine:
     )
 
 
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f'{constant} is no JSON number; write the string "nan", "inf" or "-inf"')
+
+
+_DECODER = json.JSONDecoder(parse_constant=_not_json)
+
+
 class _Fields:
     """One line's mapping; every look-up names the place of what is wrong."""
 
     def __init__(self, place: str, text: str) -> None:
         self._place = place
         try:
-            data = json.loads(text, parse_constant=self._not_json)
+            data = _DECODER.decode(text)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             self._refuse(f"The line is not JSON: {reason}.")
@@ -236,9 +243,6 @@ class _Fields:
         if key not in self.data:
             self._refuse(f"The line lacks {key!r}.")
         return self.data[key]
-
-    def _not_json(self, constant: str) -> NoReturn:
-        raise ValueError(f'{constant} is no JSON number; write the string "nan", "inf" or "-inf"')
 
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(

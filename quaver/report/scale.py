@@ -101,13 +101,15 @@ def tick_labels(values: Sequence[float]) -> list[str]:
             break
     step = (values[1] - values[0]) / size if len(values) > 1 else largest / size
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [_minus(f"{value / size:.{digits}f}{sign if value else ''}") for value in values]
+    return [_minus(f"{value / size:.{digits}f}{sign}") if value else "0" for value in values]
 
 
 def short(value: float, digits: int = 3) -> str:
     """A number in few characters: 0.0003 -> 3e-4, 0.25, 3.14, 1,234, 12.3M."""
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "−inf")
+    if not 1 <= abs(value) < 1e5:
+        value = float(f"{value:.{digits - 1}e}")  # so that 999,999 is 1M, not 1000k
     size = abs(value)
     if size == 0:
         return "0"
@@ -121,9 +123,9 @@ def short(value: float, digits: int = 3) -> str:
         return _minus(text.rstrip("0").rstrip(".") if "." in text else text)
     for limit, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit:
-            return _minus(f"{value / limit:.{digits}g}".replace("e+03", "000") + sign)
+            return _minus(f"{value / limit:.{digits}g}{sign}")
     raise AssertionError(value)
 
 
 def _minus(text: str) -> str:
-    return text.replace("-", "−") if text.startswith("-") else text
+    return "−" + text[1:] if text.startswith("-") else text
