@@ -5,7 +5,8 @@
     dw_NK = g_TN(col)^T . x_TK(col)      contracts the tokens T
 
 x is quantised both ways in one read during the forward pass; what autograd saves is its eight-bit `col` form and
-the weight *object*, whose physical tensors a later gather may swap. May import: backends, recipe, quantized, master.
+the weight *object*, whose physical tensors a later gather may swap. May import: backends, recipe, quantized,
+master.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ def check_version(weight: Weight, version: int) -> None:
 
 class _DenseGemms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, w_NK: Weight, fqn: str, recipe: LowPrecisionRecipe) -> torch.Tensor:
-        wants_wgrad = ctx.needs_input_grad[1]
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, w_NK: Weight, fqn: str, recipe: LowPrecisionRecipe, wants_wgrad: bool
+    ) -> torch.Tensor:
         if wants_wgrad:
             row, col = recipe.quantize_pair(x_TK, Role.INPUT_FWD, Role.INPUT_BWD)
             ctx.save_for_backward(col.data, col.scale, w_NK)
@@ -50,32 +52,26 @@ class _DenseGemms(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (g_TN,) = grads
         *saved, w_NK = ctx.saved_tensors
         recipe: LowPrecisionRecipe = ctx.recipe
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         check_version(w_NK, ctx.version)
-        gradient = recipe.quantizer(Role.GRAD_OUTPUT)
-        g_row = g_col = None
-        if wants_dgrad and wants_wgrad:
-            g_row, g_col = gradient.quantize_dual(g_TN)
-        elif wants_dgrad:
-            g_row = gradient.quantize(g_TN, orientation="row")
-        else:
-            g_col = gradient.quantize(g_TN, orientation="col")
+        g_row, g_col = recipe.quantizer(Role.GRAD_OUTPUT).quantize_sides(
+            g_TN, row=wants_dgrad, col=wants_wgrad
+        )
         dx_TK = dw_NK = None
         matmul = recipe.backend.low_precision_matmul
         if g_row is not None:
-            dx_TK = matmul(
-                g_row, w_NK.select("col"), layout="NN", output_dtype=ctx.x_dtype, site=GemmSite(ctx.fqn, "dgrad")
-            )
+            site = GemmSite(ctx.fqn, "dgrad")
+            dx_TK = matmul(g_row, w_NK.select("col"), layout="NN", output_dtype=ctx.x_dtype, site=site)
         if g_col is not None:
             x_col = QuantizedOperand(*saved, ctx.x_dtype, recipe.format, "col")
             dw_NK = matmul(
                 g_col, x_col, layout="TN", output_dtype=ctx.x_dtype, site=GemmSite(ctx.fqn, "wgrad")
             ).to(w_NK.dtype)
-        return dx_TK, dw_NK, None, None
+        return dx_TK, dw_NK, None, None, None
 
 
 def low_precision_linear(
@@ -94,6 +90,7 @@ def low_precision_linear(
     """
     ledger = recipe.backend.ledger
     grads = torch.is_grad_enabled()
-    ledger.announce(fqn, input_grad=grads and x.requires_grad, weight_grad=grads and weight.requires_grad)
-    y = _DenseGemms.apply(x.reshape(-1, x.shape[-1]), weight, fqn, recipe)
+    wants_wgrad = grads and weight.requires_grad  # under no_grad torch still says that the weight needs one
+    ledger.announce(fqn, input_grad=grads and x.requires_grad, weight_grad=wants_wgrad)
+    y = _DenseGemms.apply(x.reshape(-1, x.shape[-1]), weight, fqn, recipe, wants_wgrad)
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -46,13 +46,43 @@ class Routing:
 def route(index_Tk: torch.Tensor, experts: int, fqn: str) -> Routing:
     """Sorts (token, choice) pairs by expert; OperandError if an index names no expert."""
     flat = index_Tk.reshape(-1)
+    if flat.numel():
+        lowest, highest = (int(v) for v in torch.aminmax(flat))
+        if lowest < 0 or highest >= experts:
+            wrong = lowest if lowest < 0 else highest
+            raise OperandError(f"expert index {wrong} is none of the experts 0..{experts - 1}", where=fqn)
     counts = torch.bincount(flat, minlength=experts)
-    if counts.numel() != experts:
-        raise OperandError(f"an expert index beyond the {experts} experts: {counts.numel() - 1}", where=fqn)
     order = torch.argsort(flat, stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return Routing(order, inverse, order // index_Tk.shape[1], counts.cumsum(0), counts.tolist())
+
+
+def _check_shapes(
+    x_TH: torch.Tensor,
+    index_Tk: torch.Tensor,
+    weight_Tk: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    sites: tuple[str, str],
+) -> None:
+    """OperandError unless tokens, choices, combine weights and the two expert weights fit each other."""
+    if index_Tk.dtype not in (torch.int64, torch.int32):
+        raise OperandError(f"expert indices are {index_Tk.dtype}, wanted int64", where=sites[0])
+    if index_Tk.ndim != 2 or index_Tk.shape != weight_Tk.shape or x_TH.shape[:-1] != index_Tk.shape[:1]:
+        raise OperandError(
+            f"tokens {tuple(x_TH.shape)}, expert indices {tuple(index_Tk.shape)} and combine weights"
+            f" {tuple(weight_Tk.shape)}, wanted [T, H], [T, k] and [T, k]",
+            where=sites[0],
+        )
+    experts, twice, hidden = gate_up.shape
+    if x_TH.shape[1] != hidden:
+        raise OperandError(f"tokens {tuple(x_TH.shape)}, wanted [T, {hidden}]", where=sites[0])
+    if tuple(down.shape) != (experts, hidden, twice // 2) or twice % 2:
+        raise OperandError(
+            f"down {tuple(down.shape)} does not fit gate_up {tuple(gate_up.shape)} = [E, 2F, H]",
+            where=sites[1],
+        )
 
 
 def _rows(operand: QuantizedOperand, index_S: torch.Tensor) -> QuantizedOperand:
@@ -61,6 +91,11 @@ def _rows(operand: QuantizedOperand, index_S: torch.Tensor) -> QuantizedOperand:
     return QuantizedOperand(
         operand.data.index_select(0, index_S), scale, operand.logical_dtype, operand.format, "row"
     )
+
+
+def _tensors(operand: QuantizedOperand | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What autograd saves of an operand."""
+    return (None, None) if operand is None else (operand.data, operand.scale)
 
 
 class _GroupedSwiGLU(torch.autograd.Function):
@@ -74,24 +109,31 @@ class _GroupedSwiGLU(torch.autograd.Function):
         down: Weight,
         sites: tuple[str, str],
         recipe: LowPrecisionRecipe,
+        wants_wgrad: tuple[bool, bool],
     ) -> torch.Tensor:
         gmm, dtype, ends = recipe.backend.low_precision_grouped_matmul, x_TH.dtype, routing.ends_E
         x_row = _rows(recipe.quantizer(Role.INPUT_FWD).quantize(x_TH, orientation="row"), routing.token_S)
-        h = gmm(
-            x_row, gate_up.select("col"), ends, layout="NN", output_dtype=dtype, site=GemmSite(sites[0], "fprop")
-        )
+        site = GemmSite(sites[0], "fprop")
+        h = gmm(x_row, gate_up.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
         gate, up = h.chunk(2, -1)
         act = F.silu(gate) * up
-        a_row, a_col = recipe.quantize_pair(act, Role.INPUT_FWD, Role.INPUT_BWD, ends)
-        y = gmm(a_row, down.select("col"), ends, layout="NN", output_dtype=dtype, site=GemmSite(sites[1], "fprop"))
-        if x_row.scale.ndim == 0:  # one scale, no axis: the same codes serve the token axis
-            x_col = x_row.as_orientation("col")
+        x_col = a_col = None
+        if wants_wgrad[1]:
+            a_row, a_col = recipe.quantize_pair(act, Role.INPUT_FWD, Role.INPUT_BWD, ends)
         else:
+            a_row = recipe.quantizer(Role.INPUT_FWD).quantize(act, orientation="row")
+        site = GemmSite(sites[1], "fprop")
+        y = gmm(a_row, down.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
+        if (
+            wants_wgrad[0] and x_row.scale.ndim == 0
+        ):  # one scale, no axis: the same codes serve the token axis
+            x_col = x_row.as_orientation("col")
+        elif wants_wgrad[0]:
             x_SH = x_TH.index_select(0, routing.token_S)
             x_col = recipe.quantizer(Role.INPUT_BWD).quantize(x_SH, orientation="col", group_list=ends)
+        saved = [t for operand in (x_col, a_col) for t in _tensors(operand)]
         ctx.save_for_backward(
-            x_col.data, x_col.scale, a_col.data, a_col.scale, h, y, weight_Tk,
-            routing.order_S, routing.inverse_S, routing.token_S, ends, gate_up, down,
+            *saved, h, y, weight_Tk, routing.order_S, routing.inverse_S, routing.token_S, ends, gate_up, down
         )
         ctx.sites, ctx.recipe, ctx.versions = sites, recipe, (gate_up.version, down.version)
         T, k = weight_Tk.shape
@@ -115,31 +157,29 @@ class _GroupedSwiGLU(torch.autograd.Function):
             chosen = y.index_select(0, inverse).view(T, k, -1)
             dweight = (chosen.float() * g_TH.float().unsqueeze(1)).sum(-1).to(weight_Tk.dtype)
         g_S = g_TH.index_select(0, token).float() * weight_Tk.reshape(-1)[order].float().unsqueeze(1)
-        gy_row, gy_col = gradient.quantize_dual(g_S.to(dtype), group_list=ends)
-        if wants_down:
+        gy_row, gy_col = gradient.quantize_sides(
+            g_S.to(dtype), row=wants_x or wants_gate_up, col=wants_down, group_list=ends
+        )
+        if gy_col is not None:
             a_col = QuantizedOperand(ac, as_, dtype, fmt, "col")
-            ddown = gmm(gy_col, a_col, ends, layout="TN", output_dtype=dtype, site=GemmSite(ctx.sites[1], "wgrad"))
+            site = GemmSite(ctx.sites[1], "wgrad")
+            ddown = gmm(gy_col, a_col, ends, layout="TN", output_dtype=dtype, site=site)
             ddown = ddown.to(down.dtype)
-        if wants_x or wants_gate_up:
-            da = gmm(
-                gy_row, down.select("row"), ends, layout="NT", output_dtype=dtype, site=GemmSite(ctx.sites[1], "dgrad")
-            )
+        if gy_row is not None:
+            site = GemmSite(ctx.sites[1], "dgrad")
+            da = gmm(gy_row, down.select("row"), ends, layout="NT", output_dtype=dtype, site=site)
             gate, up = h.chunk(2, -1)
             dh = torch.cat([torch.ops.aten.silu_backward(da * up, gate), da * F.silu(gate)], -1)
-            gh_row, gh_col = gradient.quantize_dual(dh, group_list=ends)
-            if wants_gate_up:
-                x_col = QuantizedOperand(xc, xs, dtype, fmt, "col")
-                dgate_up = gmm(
-                    gh_col, x_col, ends, layout="TN", output_dtype=dtype, site=GemmSite(ctx.sites[0], "wgrad")
-                )
+            gh_row, gh_col = gradient.quantize_sides(dh, row=wants_x, col=wants_gate_up, group_list=ends)
+            if gh_col is not None:
+                x_col, site = QuantizedOperand(xc, xs, dtype, fmt, "col"), GemmSite(ctx.sites[0], "wgrad")
+                dgate_up = gmm(gh_col, x_col, ends, layout="TN", output_dtype=dtype, site=site)
                 dgate_up = dgate_up.to(gate_up.dtype)
-            if wants_x:
-                dx_S = gmm(
-                    gh_row, gate_up.select("row"), ends, layout="NT", output_dtype=dtype,
-                    site=GemmSite(ctx.sites[0], "dgrad"),
-                )
+            if gh_row is not None:
+                site = GemmSite(ctx.sites[0], "dgrad")
+                dx_S = gmm(gh_row, gate_up.select("row"), ends, layout="NT", output_dtype=dtype, site=site)
                 dx = dx_S.index_select(0, inverse).view(T, k, -1).float().sum(1).to(dtype)
-        return dx, dweight, None, dgate_up, ddown, None, None
+        return dx, dweight, None, dgate_up, ddown, None, None, None
 
 
 def low_precision_grouped_swiglu(
@@ -166,12 +206,11 @@ def low_precision_grouped_swiglu(
         [T, H] in x's dtype.
     """
     ledger, grads = recipe.backend.ledger, torch.is_grad_enabled()
+    _check_shapes(x_TH, index_Tk, weight_Tk, gate_up, down, sites)
     routing = route(index_Tk, gate_up.shape[0], sites[0])
     x_grad = grads and x_TH.requires_grad
-    gate_up_grad = grads and gate_up.requires_grad
-    ledger.announce(sites[0], input_grad=x_grad, weight_grad=gate_up_grad)
-    ledger.announce(
-        sites[1], input_grad=x_grad or gate_up_grad, weight_grad=grads and down.requires_grad
-    )
+    wants_wgrad = (grads and gate_up.requires_grad, grads and down.requires_grad)
+    ledger.announce(sites[0], input_grad=x_grad, weight_grad=wants_wgrad[0])
+    ledger.announce(sites[1], input_grad=x_grad or wants_wgrad[0], weight_grad=wants_wgrad[1])
     ledger.note_expert_tokens(sites[0].rpartition(".")[0] or sites[0], routing.counts)
-    return _GroupedSwiGLU.apply(x_TH, weight_Tk, routing, gate_up, down, sites, recipe)
+    return _GroupedSwiGLU.apply(x_TH, weight_Tk, routing, gate_up, down, sites, recipe, wants_wgrad)

@@ -84,6 +84,17 @@ class Quantizer:
             tensor, spec=self.spec, role=self.role, group_list=group_list, amax=amax
         )
 
+    def quantize_sides(
+        self, tensor: torch.Tensor, *, row: bool, col: bool, group_list: torch.Tensor | None = None
+    ) -> tuple[QuantizedOperand | None, QuantizedOperand | None]:
+        """(row, col), each only where it is wanted."""
+        if row and col:
+            return self.quantize_dual(tensor, group_list=group_list)
+        return (
+            self.quantize(tensor, orientation="row", group_list=group_list) if row else None,
+            self.quantize(tensor, orientation="col", group_list=group_list) if col else None,
+        )
+
 
 @dataclass(frozen=True)
 class LowPrecisionRecipe:
