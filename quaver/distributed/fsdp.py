@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from quaver.distributed.gather import FSDPGatherContext
+from quaver.distributed.gather import PROTOCOL, FSDPGatherContext
 from quaver.errors import CapabilityError, PlanError, StaleWeightError
 
 SUPPORTED_TORCH = (2, 13)
@@ -150,6 +150,13 @@ def bind(model: nn.Module) -> list[str]:
         if not isinstance(local, FSDPExtension):
             continue
         fqn = names.get(id(fsdp_param.sharded_param)) or getattr(local, "fqn", "<unnamed>")
+        missing = [name for name in PROTOCOL if not callable(getattr(local, name, None))]
+        if missing:
+            raise PlanError(
+                f"{type(local).__name__} lacks {' and '.join(missing)} of the gather protocol",
+                where=fqn,
+                remedy="implement both halves, as quaver.distributed.FSDPLocalTensorExtension describes them",
+            )
         if fsdp_param.fsdp_placement.dim != 0:
             raise PlanError(
                 f"sharded on dimension {fsdp_param.fsdp_placement.dim}; quantised weights are sharded on dimension 0",

@@ -56,6 +56,9 @@ class GatherMetadata:
     version: int
 
 
+PROTOCOL = ("pre_all_gather", "post_all_gather")
+
+
 class FSDPLocalTensorExtension(Protocol):
     """What a local shard must offer to be gathered as several physical tensors. Plain tensors do not."""
 
@@ -72,7 +75,9 @@ class FSDPLocalTensorExtension(Protocol):
 
 def schema_of(fields: dict[str, torch.Tensor]) -> tuple[PhysicalSchema, ...]:
     """Schemas of named physical tensors, in order."""
-    return tuple(PhysicalSchema(k, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in fields.items())
+    return tuple(
+        PhysicalSchema(k, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in fields.items()
+    )
 
 
 def check_outputs(
@@ -86,11 +91,14 @@ def check_outputs(
         )
     fields = {}
     for tensor, sent in zip(outputs, metadata.sent):
-        wanted = (sent.shape[0] * metadata.world_size, *sent.shape[1:]) if sent.shape else (metadata.world_size,)
+        wanted = (
+            (sent.shape[0] * metadata.world_size, *sent.shape[1:]) if sent.shape else (metadata.world_size,)
+        )
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tuple(tensor.shape) != wanted or dtype != sent.dtype:
             raise GatherError(
-                f"gathered {sent.field} is {dtype} {tuple(tensor.shape)}, wanted {sent.dtype} {wanted}", where=fqn
+                f"gathered {sent.field} is {dtype} {tuple(tensor.shape)}, wanted {sent.dtype} {wanted}",
+                where=fqn,
             )
         fields[sent.field] = tensor
     return fields

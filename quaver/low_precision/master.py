@@ -1,4 +1,4 @@
-"""At rest: `MasterWeight`, the FP32 weight that optimisers, state dicts and FSDP see, with its codes beside it.
+"""At rest: `MasterWeight`, the FP32 weight that optimisers, state dicts and FSDP see, its codes beside it.
 
 Every op unwraps to the FP32 master, so stock optimisers, clipping and DTensor work on it. What it adds is a
 cache of physical eight-bit tensors that all its views share, and a count of writes: reading the cache after a
@@ -7,6 +7,7 @@ write and before a refresh raises, naming the weight. May import: quantized, rec
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +32,34 @@ aten = torch.ops.aten
 # Fresh tensors that stay a MasterWeight (without codes): what FSDP2 and nn.Module make of a weight. Views stay
 # one as well, so that a write through any of them is counted.
 _KEEPS_CLASS = {
-    aten.clone.default, aten.new_zeros.default, aten.empty_like.default, aten._to_copy.default,
+    aten.clone.default,
+    aten.new_zeros.default,
+    aten.empty_like.default,
+    aten._to_copy.default,
     aten._pin_memory.default,
 }
 # GEMMs, and the transposes through which F.linear and matmul reach them, would be a silent high-precision path.
 _REFUSED = {
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.matmul.default,
-    aten.linear.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.mv.default,
-    aten.dot.default, aten.addmv.default, aten._grouped_mm.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.matmul.default,
+    aten.linear.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.mv.default,
+    aten.dot.default,
+    aten.addmv.default,
+    aten.addbmm.default,
+    aten._grouped_mm.default,
+    aten._trilinear.default,
+    aten.convolution.default,
+    aten._sparse_addmm.default,
 }
+# A copy in another dtype is how autocast, and code that casts weights to its inputs, would come to a GEMM.
+_CASTS = {aten._to_copy, aten.to}
 
 
 @dataclass
@@ -52,11 +72,15 @@ class WeightState:
     version: int = 0
     refreshes: int = 0  # after optimiser steps; the first quantisation is not one
     binding: FSDPBinding | None = None
+    source: torch.Tensor | None = None  # the plain master that the codes were derived from ...
+    seen: int = 0  # ... and torch's version counter of it then: moved by writes through plain aliases
 
     @property
     def stale(self) -> bool:
-        """True if the master was written since the codes were derived, or they never were."""
-        return self.fresh_at != self.writes
+        """True if the master was written, by whatever way, since the codes were derived, or they never were."""
+        if self.fresh_at != self.writes:
+            return True
+        return self.source is not None and self.source._version != self.seen
 
 
 class MasterWeight(FSDPExtension, torch.Tensor):
@@ -66,7 +90,6 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     spec: WeightSpec
     state: WeightState
     owner: WeightState | None  # of a partial view: the state of the weight that a write through it changes
-    seen: int | None  # torch's version counter of `master` at the refresh: catches writes through plain aliases
 
     @staticmethod
     def __new__(
@@ -99,7 +122,6 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         self.spec = spec
         self.state = state if state is not None else WeightState()
         self.owner = owner
-        self.seen = None
 
     # the cache ---------------------------------------------------------------------------------------------
 
@@ -116,16 +138,16 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     @property
     def stale(self) -> bool:
         """True if the master was written, through this weight or a plain alias, since its codes were derived."""
-        return self.state.stale or (self.seen is not None and self.master._version != self.seen)
+        return self.state.stale
 
     @property
     def physical(self) -> Physical:
         """The codes; StaleWeightError if the master has moved on since they were derived."""
         state = self.state
         if self.stale:
-            why = "has not been quantised yet" if state.version == 0 else "was written since its codes were derived"
+            written = "was written since its codes were derived"
             raise StaleWeightError(
-                f"the quantised weight {why}",
+                f"the quantised weight {'has not been quantised yet' if state.version == 0 else written}",
                 where=self.fqn,
                 remedy="call quaver.attach(optimizer, model) so that each optimizer step refreshes it, or "
                 "quaver.refresh(model) after writing it yourself",
@@ -148,11 +170,12 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         if group is not None and dist.get_world_size(group) > 1 and self.spec.kind == "dense":
             amax = self.master.abs().amax().float()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        self.state.physical = self.spec.recipe.weight_class.quantize_master(self.master, self.spec, amax)
-        self.state.fresh_at = self.state.writes
-        self.seen = None if self.master.is_inference() else self.master._version
-        self.state.version += 1
-        self.state.refreshes += int(after_step)
+        state, master = self.state, self.master
+        state.physical = self.spec.recipe.weight_class.quantize_master(master, self.spec, amax)
+        state.fresh_at = state.writes
+        state.source, state.seen = (None, 0) if master.is_inference() else (master, master._version)
+        state.version += 1
+        state.refreshes += int(after_step)
 
     # gather protocol ---------------------------------------------------------------------------------------
 
@@ -210,7 +233,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
-        copy = MasterWeight(self.master.detach().clone(), self.spec)
+        copy = MasterWeight(self.master.detach().clone(), deepcopy(self.spec, memo))
         if not self.stale:
             copy.refresh()
         copy.requires_grad_(self.requires_grad)
@@ -240,6 +263,9 @@ class MasterWeight(FSDPExtension, torch.Tensor):
                 where=first.fqn,
                 remedy="call the low-precision module, or take .master where FP32 is really meant",
             )
+        if func in (aten.detach.default, aten.alias.default):
+            # the same plain master, so that writes through either are seen by the one version counter
+            return MasterWeight(first.master, first.spec, first.state, first.owner)
         _count_writes(func, args, kwargs)
         plain_args, plain_kwargs = tree_map(
             lambda x: x.master if isinstance(x, MasterWeight) else x, (args, kwargs)
@@ -247,6 +273,12 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         result = func(*plain_args, **plain_kwargs)
         if args and isinstance(args[0], MasterWeight) and _is_inplace(func):
             return args[0]
+        if func.overloadpacket in _CASTS and result.dtype is not torch.float32:
+            raise StaleWeightError(
+                f"a {result.dtype} copy of a quantised weight would compute in high precision without a word",
+                where=first.fqn,
+                remedy="call the low-precision module, or cast .master (or a state_dict() tensor) where it is meant",
+            )
         view = _is_view(func)
         if func not in _KEEPS_CLASS and not view:
             return result
@@ -283,7 +315,7 @@ def _is_inplace(func: Any) -> bool:
 
 
 def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Marks each master that the op's schema says it writes; autograd's own version counter never moves here."""
+    """Marks each master that the op's schema says it writes; autograd's version counter never moves here."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

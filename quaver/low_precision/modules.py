@@ -1,7 +1,8 @@
 """`LowPrecisionLinear`, and what every module with quantised weights owes to state dicts, loading and moving.
 
 A module is made from a source module (possibly on the meta device) and takes over its very Parameters; only
-`quantize_weights`, once they hold FP32 values, turns them into `MasterWeight`s. May import: dense, master, recipe.
+`quantize_weights`, once they hold FP32 values, turns them into `MasterWeight`s. May import: dense, master,
+quantized, recipe, distributed, errors.
 """
 
 from __future__ import annotations
@@ -73,8 +74,16 @@ class LowPrecisionModule(nn.Module):
             # plain FP32 under the source's key: torch.save, safetensors and DCP see an ordinary tensor
             destination[prefix + name] = like_sharded(parameter, local.master.detach())
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
         for name, _, _ in self._quantised():
+            if local_metadata.get("assign_to_params_buffers"):
+                raise StaleWeightError(
+                    "load_state_dict(assign=True) would put a plain tensor in place of a quantised weight",
+                    where=prefix + name,
+                    remedy="load without assign: values are copied into the master, and its codes derived anew",
+                )
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
                 raise StaleWeightError(
@@ -82,7 +91,7 @@ class LowPrecisionModule(nn.Module):
                     where=prefix + name,
                     remedy="load logical weights; codes are derived from them",
                 )
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         for name, parameter, local in self._quantised():
             if prefix + name in state_dict:
                 refresh_parameter(parameter, local)
@@ -104,14 +113,17 @@ class LowPrecisionModule(nn.Module):
             super()._apply(fn, recurse)
         finally:
             self._parameters.update(plain)  # type: ignore[arg-type]
-        for name, weight in plain.items():
+        for weight in plain.values():
             moved = fn(weight.master)
             if moved is weight.master:
                 continue
             fresh = nn.Parameter(MasterWeight(moved, weight.spec), requires_grad=weight.requires_grad)
-            self._parameters[name] = fresh
+            if weight.grad is not None:
+                fresh.grad = fn(weight.grad)
+            # in place, so that modules that share the weight, and optimisers, go on with the same Parameter
+            torch.utils.swap_tensors(weight, fresh)
             if not moved.is_meta:
-                fresh.refresh()
+                weight.refresh()
         return self
 
 
