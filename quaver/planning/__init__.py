@@ -4,7 +4,7 @@ Reading order: report.py (the plan), structure.py (the module tree, collapsed), 
 """
 
 from quaver.planning.names import collapse
-from quaver.planning.report import PlanReport, plan, plan_report
+from quaver.planning.report import PlanReport, plan, plan_report, ranks_of
 from quaver.planning.structure import Node, structure
 
-__all__ = ["Node", "PlanReport", "collapse", "plan", "plan_report", "structure"]
+__all__ = ["Node", "PlanReport", "collapse", "plan", "plan_report", "ranks_of", "structure"]

@@ -1,0 +1,5 @@
+"""`python -m quaver`: the command line."""
+
+from quaver.cli.main import main
+
+main()

@@ -1,0 +1,146 @@
+"""What `quaver doctor` looks at: versions, CPU, compiler, backends, corpus and cache. Changes nothing.
+
+An accelerator's package is never imported here, and never only to see whether it is there: its backends are
+not part of this release. May import: backends, data, config.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from quaver.backends import Ledger, backend_for
+from quaver.config import DataConfig, LowPrecisionConfig
+from quaver.data.prepare import cache_root
+from quaver.data.sources import DEFAULT_CORPUS, find_sources
+from quaver.errors import CapabilityError, ConfigError
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "pydantic", "numpy", "pyarrow")
+BACKENDS: tuple[Literal["reference", "npu", "cuda"], ...] = ("reference", "npu", "cuda")
+RECIPES: tuple[dict[str, Any], ...] = (
+    {"format": "mxfp8_e4m3", "scaling": "mx_block", "scale_rule": "floor"},
+    {"format": "mxfp8_e4m3", "scaling": "mx_block", "scale_rule": "rceil"},
+    {"format": "hif8", "scaling": "current"},
+)
+
+
+def examine() -> dict[str, Any]:
+    """The findings as one JSON document; every entry that is missing says what to do."""
+    return {
+        "quaver": _version("quaver"),
+        "versions": _versions(),
+        "cpu": _cpu(),
+        "compiler": _compiler(),
+        "backends": [_backend(name) for name in BACKENDS],
+        "default_corpus": _default_corpus(),
+        "cache": _cache(),
+    }
+
+
+def _versions() -> list[dict[str, Any]]:
+    package = distribution("quaver")
+    wanted = {r.name: ",".join(sorted(map(str, r.specifier), reverse=True)) for r in map(Requirement, package.requires or ()) if r.marker is None}
+    wanted["python"] = package.metadata["Requires-Python"]
+    found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    return [
+        {
+            "name": name,
+            "version": number,
+            "supported": wanted[name],
+            "ok": number is not None and SpecifierSet(wanted[name]).contains(number, prereleases=True),
+        }
+        for name, number in found.items()
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    capabilities = torch.cpu.get_capabilities()
+    return {
+        "name": _cpu_model() or capabilities.get("cpu_name") or platform.machine(),
+        "architecture": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "avx512_bf16": bool(capabilities.get("avx512_bf16", False)),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def _cpu_model() -> str | None:
+    """The model's name as Linux gives it; None where it does not."""
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return None
+    text = info.read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _compiler() -> dict[str, Any]:
+    candidates = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    path = next((found for name in candidates if name and (found := shutil.which(name))), None)
+    return {"path": path, "needed_for": "nothing in this release: all kernels are torch's own"}
+
+
+def _backend(name: Literal["reference", "npu", "cuda"]) -> dict[str, Any]:
+    """One backend, asked through the gate that a run goes through."""
+    recipes = [_recipe(name, keys) for keys in RECIPES]
+    device = "cpu" if name == "reference" else None
+    if name == "cuda" and torch.cuda.is_available():
+        device = torch.cuda.get_device_name(0)
+    return {
+        "name": name,
+        "usable": any(recipe["usable"] for recipe in recipes),
+        "device": device,
+        "versions": {"torch": torch.__version__} | ({"cuda": torch.version.cuda} if name == "cuda" else {}),
+        "recipes": recipes,
+    }
+
+
+def _recipe(backend: Literal["reference", "npu", "cuda"], keys: dict[str, Any]) -> dict[str, Any]:
+    config = LowPrecisionConfig(enabled=True, backend=backend, **keys)
+    needs, remedy = "torch alone", None
+    try:
+        backend_for(config, Ledger())
+    except CapabilityError as error:
+        needs, remedy = error.what, error.remedy
+    return {"id": config.recipe_id, "usable": remedy is None, "needs": needs, "remedy": remedy}
+
+
+def _default_corpus() -> dict[str, Any]:
+    found: dict[str, Any] = {"name": DEFAULT_CORPUS}
+    try:
+        (source,) = find_sources(())
+    except ConfigError as error:
+        return found | {"path": error.where, "files": 0, "ok": False, "remedy": error.remedy}
+    return found | {"path": str(source.root), "files": len(source.files), "ok": True, "remedy": None}
+
+
+def _cache() -> dict[str, Any]:
+    folder = cache_root(DataConfig())
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    remedy = "point data.cache_dir or the variable QUAVER_CACHE to a writable folder"
+    return {
+        "path": str(folder),
+        "exists": folder.is_dir(),
+        "writable": writable,
+        "free_bytes": shutil.disk_usage(above).free,
+        "remedy": None if writable else remedy,
+    }

@@ -1,0 +1,93 @@
+"""`quaver`: the verbs and their exit codes.
+
+0 ok; 2 config, plan or capability errors and wrong usage, nothing was started; 3 the run failed, or an error
+that nobody foresaw (with its traceback); 130 stopped by a second Ctrl-C. Verbs import what they need when
+they run, so that `quaver --help` needs no torch. May import: the verbs of this room.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from quaver.cli.console import note, show_error, show_warnings
+from quaver.cli.doctor import doctor
+from quaver.cli.plan import plan
+from quaver.cli.quiet import drop_known_noise
+from quaver.cli.report import report
+from quaver.cli.train import train
+from quaver.errors import QuaverError
+
+UNFORESEEN = 3
+STOPPED = 130
+
+
+class Verbs(TyperGroup):
+    """Turns the errors that are meant for users into lines on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the verb."""
+        drop_known_noise()
+        show_warnings()
+        try:
+            return super().invoke(ctx)
+        except QuaverError as error:
+            show_error(error)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            note("stopped")
+            raise typer.Exit(STOPPED) from None
+
+
+app = typer.Typer(
+    cls=Verbs,
+    name="quaver",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"quaver {version('quaver')}")
+        raise typer.Exit
+
+
+@app.callback()
+def quaver(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train mixture-of-experts language models in eight bits (MXFP8, HiF8), and prove the numbers.
+
+    Example: quaver train configs/tiny/mxfp8.yaml
+    """
+
+
+app.command()(train)
+app.command()(plan)
+app.command()(report)
+app.command()(doctor)
+
+
+def main() -> NoReturn:
+    """Entry point of `quaver` and `python -m quaver`; always ends the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character that the terminal's encoding lacks is escaped
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app(prog_name="quaver")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(UNFORESEEN)
+    sys.exit(0)

@@ -1,0 +1,136 @@
+"""`quaver train`: runs `quaver.training.train` and shows it; `--dry-run` stops where training would begin.
+
+May import: training, planning, config, errors, and this room.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quaver.cli.console import err, out, printable, stdout_kept_clean, write_json
+from quaver.cli.options import CONFIG, JSON, OVERRIDES
+from quaver.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quaver.config import RunConfig
+    from quaver.training import Observer, RunResult
+
+
+def _help_config(wanted: bool) -> None:
+    if wanted:
+        from quaver.config import help_config
+
+        typer.echo(help_config())
+        raise typer.Exit
+
+
+def train(
+    config: CONFIG,
+    overrides: OVERRIDES = None,
+    nproc: Annotated[
+        int, typer.Option(min=1, help="Processes; this release trains on 1 (--dry-run takes any).")
+    ] = 1,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The run's name: runs/NAME, or NAME-2 and so on."),
+    ] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run; must not exist yet.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint; not supported in this release.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that can be known without training, then stop.")
+    ] = False,
+    as_json: JSON = False,
+    help_config: Annotated[
+        bool,
+        typer.Option(
+            "--help-config",
+            callback=_help_config,
+            is_eager=True,
+            help="Explain every key of a config.",
+        ),
+    ] = False,
+) -> None:
+    """Train a model from one YAML file.
+
+    Ctrl-C ends the run after the step that it is in, with its folder complete; Ctrl-C again stops at once.
+
+    Example: quaver train configs/tiny/mxfp8.yaml training.steps=100 optimizer.lr=5e-4 --name trial
+    """
+    _refuse(nproc, resume, name, out_dir, dry_run)
+    changes = [*(overrides or ()), *([f"name={json.dumps(name)}"] if name is not None else [])]
+    from quaver.config import load_config
+
+    run_config = load_config(config, changes)  # before torch is imported: a typing error is told at once
+    with stdout_kept_clean(as_json):
+        if dry_run:
+            from quaver.cli.dry_run import check, show
+
+            document = check(run_config, nproc if nproc > 1 else None, out_dir)
+        else:
+            result, observer = _train(run_config, out_dir)
+    if dry_run:
+        write_json(document) if as_json else show(document, out())
+    elif as_json:
+        write_json(result.to_json())
+    else:
+        _show_result(result, observer)
+
+
+def _refuse(nproc: int, resume: bool, name: str | None, out_dir: Path | None, dry_run: bool) -> None:
+    """What the flags ask for and this release does not do."""
+    if resume:
+        raise ConfigError(
+            "not supported: resuming a run is not part of this release",
+            where="--resume",
+            remedy="start the run anew, without --resume",
+        )
+    if nproc > 1 and not dry_run:
+        raise ConfigError(
+            "not supported: training on more than one process is not part of this release",
+            where=f"--nproc {nproc}",
+            remedy="leave --nproc away; quaver plan --world-size shows what more ranks would do",
+        )
+    if name is not None and out_dir is not None:
+        raise ConfigError("both name the run's folder", where="--name and --out", remedy="give one of them")
+
+
+def _train(config: RunConfig, out_dir: Path | None) -> tuple[RunResult, Observer]:
+    """Trains with the observer that suits stderr."""
+    console = err()
+    if console.is_terminal:
+        from quaver.cli.progress import ProgressView
+
+        with ProgressView(console, config.name) as view:
+            view.on_stage("loading torch and transformers", 0, None)
+            return _run(config, out_dir, view), view
+    from quaver.cli.lines import LineView
+
+    lines = LineView(config.name)
+    return _run(config, out_dir, lines), lines
+
+
+def _run(config: RunConfig, out_dir: Path | None, observer: Any) -> RunResult:
+    from quaver.training import train as train_run
+
+    return train_run(config, out=out_dir, observer=observer)
+
+
+def _show_result(result: RunResult, observer: Any) -> None:
+    """The end of a run, on stdout: what a script wants to know comes last."""
+    console = out()
+    how = "stopped after" if result.interrupted else "finished"
+    steps = f"{result.steps} {'step' if result.steps == 1 else 'steps'}"
+    console.print(
+        f"{how} {steps}: validation loss [bold]{result.val_loss:.4f}[/] nats/token"
+        f"{observer.bits_per_byte}{observer.skipped_text}"
+    )
+    for label, path in (("folder", result.dir), ("report", result.report)):
+        console.print(f"{label}  {printable(str(path))}", markup=False, soft_wrap=True)
