@@ -18,9 +18,10 @@ from quaver.assembly import Assembly, assemble, plan_on_meta
 from quaver.config import RunConfig, load_config
 from quaver.data import Loader, PreparedData, check_data, prepare_data, validation_batches
 from quaver.distributed import check_shard_size, init_world, launched_world_size, shard_mesh
-from quaver.errors import ConfigError, LedgerError, NonFiniteError
+from quaver.errors import ConfigError, LedgerError, NonFiniteError, StaleWeightError
+from quaver.report import render_report
 from quaver.training.evaluate import Validation, continuation, validate
-from quaver.training.events import Observer, RunResult, RunStart, Silent
+from quaver.training.events import REPORT, Observer, RunResult, RunStart, Silent
 from quaver.training.interrupt import StopRequest
 from quaver.training.metrics import MetricsWriter, require_tensorboard
 from quaver.training.run_folder import (
@@ -119,7 +120,13 @@ class Trainer:
         with StopRequest(self.observer.on_message) as stop:
             self.folder = create_run_folder(self.config.name, out)
             write_config(self.folder, self.config)
-            return self._train(stop)
+            try:
+                result = self._train(stop)
+            except (LedgerError, NonFiniteError, StaleWeightError):
+                self._write_report()  # the way to a failure is worth reading
+                raise
+            self._write_report()
+        return result
 
     def _train(self, stop: StopRequest) -> RunResult:
         metrics = MetricsWriter(
@@ -131,6 +138,9 @@ class Trainer:
             return self._loop(metrics, stop)
         finally:
             metrics.close()
+
+    def _write_report(self) -> None:
+        render_report([self.folder], self.folder / REPORT)
 
     def _prepare(self) -> None:
         config = self.config
