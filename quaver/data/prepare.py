@@ -79,7 +79,7 @@ def prepare_data(
     sources, fixed = _check(config, vocab_size)
     identity = _identity(config, sources, fixed)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    root = _cache_root(config)
+    root = cache_root(config)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key}.lock", progress):
@@ -113,7 +113,8 @@ def _no_progress(stage: str, done: int, total: int | None) -> None:
     pass
 
 
-def _cache_root(config: DataConfig) -> Path:
+def cache_root(config: DataConfig) -> Path:
+    """The folder that holds the token caches: `cache_dir`, else $QUAVER_CACHE, else ~/.cache/quaver."""
     given = config.cache_dir or os.environ.get("QUAVER_CACHE") or "~/.cache/quaver"
     return user_path(given, "data.cache_dir") / "data"
 
