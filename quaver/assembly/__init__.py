@@ -9,7 +9,19 @@ from quaver.assembly.library import QuantizedModel, attach, quantize_modules, re
 from quaver.assembly.rules import FACTORIES, MODULE_TYPES, bind_rules
 
 __all__ = [
-    "FACTORIES", "MODULE_TYPES", "Assembly", "QuantizedModel", "ShardVerdict", "assemble", "attach",
-    "bind_rules", "judge", "plan_on_meta", "quantize_modules", "refresh", "refuse_illegal", "require_legal",
+    "FACTORIES",
+    "MODULE_TYPES",
+    "Assembly",
+    "QuantizedModel",
+    "ShardVerdict",
+    "assemble",
+    "attach",
+    "bind_rules",
+    "judge",
+    "plan_on_meta",
+    "quantize_modules",
+    "refresh",
+    "refuse_illegal",
+    "require_legal",
     "shard_verdicts",
 ]

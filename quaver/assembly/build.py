@@ -218,6 +218,6 @@ def upcast_parameters(unit: nn.Module) -> None:
 
 def checkpoint_layer(layer: nn.Module) -> None:
     """Recomputes the layer's forward in backward; the module and its parameters' names stay as they are."""
-    layer.forward = functools.partial(  # type: ignore[method-assign]
+    layer.forward = functools.partial(
         checkpoint, layer.forward, use_reentrant=False, early_stop=False
     )

@@ -65,7 +65,9 @@ def quantize_modules(
     """
     if not config.enabled:
         raise PlanError(
-            "low precision is off", where="LowPrecisionConfig.enabled", remedy="pass enabled=True, or do not call this"
+            "low precision is off",
+            where="LowPrecisionConfig.enabled",
+            remedy="pass enabled=True, or do not call this",
         )
     ledger = Ledger(recipe=config.recipe_id)
     policy = policy_for(config, backend_for(config, ledger))
@@ -119,9 +121,11 @@ def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         inner = inner.optimizer
     if not _has_hooks(inner):
         raise PlanError(
-            f"a {type(optimizer).__name__} has no step hooks", where="attach", remedy="attach the torch optimiser inside"
+            f"a {type(optimizer).__name__} has no step hooks",
+            where="attach",
+            remedy="attach the torch optimiser inside",
         )
-    return inner  # type: ignore[no-any-return]
+    return inner
 
 
 def _has_hooks(optimizer: Any) -> bool:

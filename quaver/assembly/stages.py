@@ -65,7 +65,8 @@ def _out_of_order(
     name: str, done: list[str], wanted: str | None, stages: tuple[str, ...], fqn: str | None = None
 ) -> PlanError:
     return PlanError(
-        f"build step {name!r} out of order: " + (f"{wanted!r} is next" if wanted else "the build is finished"),
+        f"build step {name!r} out of order: "
+        + (f"{wanted!r} is next" if wanted else "the build is finished"),
         where=(f"{fqn}, " if fqn else "") + f"done so far: {done or 'nothing'}",
         remedy=f"the order is {' -> '.join(stages)}",
     )

@@ -94,7 +94,7 @@ class FSDPExtension:
             raise StaleWeightError(
                 "a quantised weight was sharded with fully_shard but never attached",
                 where=f"{type(module).__name__} of shape {tuple(outer_size)}",
-                remedy="call quaver.attach(optimizer, model) (or quaver.refresh(model) for inference) after fully_shard",
+                remedy="after fully_shard, call quaver.attach(optimizer, model), or quaver.refresh(model) for inference",
             )
         tensors, metadata = self.pre_all_gather(binding.context(), outer_size, mesh.size())  # type: ignore[attr-defined]
         binding.announce_fields(tuple(sent.field for sent in metadata.sent))
@@ -149,7 +149,7 @@ def bind(model: nn.Module) -> list[str]:
         local = fsdp_param._sharded_local_tensor
         if not isinstance(local, FSDPExtension):
             continue
-        fqn = names.get(id(fsdp_param.sharded_param)) or getattr(local, "fqn", "<unnamed>")
+        fqn = str(names.get(id(fsdp_param.sharded_param)) or getattr(local, "fqn", "<unnamed>"))
         missing = [name for name in PROTOCOL if not callable(getattr(local, name, None))]
         if missing:
             raise PlanError(

@@ -67,7 +67,7 @@ class _DenseGemms(torch.autograd.Function):
             site = GemmSite(ctx.fqn, "dgrad")
             dx_TK = matmul(g_row, w_NK.select("col"), layout="NN", output_dtype=ctx.x_dtype, site=site)
         if g_col is not None:
-            x_col = QuantizedOperand(*saved, ctx.x_dtype, recipe.format, "col")
+            x_col = QuantizedOperand(saved[0], saved[1], ctx.x_dtype, recipe.format, "col")
             dw_NK = matmul(
                 g_col, x_col, layout="TN", output_dtype=ctx.x_dtype, site=GemmSite(ctx.fqn, "wgrad")
             ).to(w_NK.dtype)

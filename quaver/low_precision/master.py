@@ -154,7 +154,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
             )
         return state.physical
 
-    def select(self, orientation: Orientation) -> QuantizedOperand:
+    def select(self, orientation: Orientation) -> QuantizedOperand:  # type: ignore[override]
         """The operand of an orientation."""
         return self.spec.recipe.weight_class.operand(self.physical, self.spec, orientation)
 
@@ -180,7 +180,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     # gather protocol ---------------------------------------------------------------------------------------
 
     @property
-    def fsdp_binding(self) -> FSDPBinding | None:  # type: ignore[override]
+    def fsdp_binding(self) -> FSDPBinding | None:
         """The FSDP parameter that this shard belongs to."""
         return self.state.binding
 
@@ -215,7 +215,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
 
     # tensor subclass ---------------------------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         status = "stale" if self.stale else "fresh"
         return f"MasterWeight({self.fqn!r}, {tuple(self.shape)}, {self.spec.recipe.id}, {status})"
 
@@ -238,7 +238,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
             copy.refresh()
         copy.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            copy._is_param = True  # type: ignore[attr-defined]
+            copy._is_param = True
         memo[id(self)] = copy
         return copy
 
@@ -254,7 +254,9 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, MasterWeight))
         if func in _REFUSED:

@@ -15,7 +15,7 @@ from torch import nn
 
 from quaver.distributed import like_sharded, local_tensor
 from quaver.errors import PlanError, StaleWeightError
-from quaver.low_precision.dense import low_precision_linear
+from quaver.low_precision.dense import Weight, low_precision_linear
 from quaver.low_precision.master import MasterWeight
 from quaver.low_precision.quantized import QuantizedWeightTensor, WeightSpec
 from quaver.low_precision.recipe import LowPrecisionPolicy, LowPrecisionRecipe
@@ -57,14 +57,16 @@ class LowPrecisionModule(nn.Module):
             if isinstance(local, MasterWeight):
                 yield name, parameter, local
 
-    def _require_quantised(self, weight: torch.Tensor, name: str) -> None:
-        """PlanError if a forward pass came before the build step that quantises."""
+    def quantised_weight(self, name: str) -> Weight:
+        """A weight for a forward pass, at rest or in flight; PlanError before the build step that quantises."""
+        weight = getattr(self, name)
         if not isinstance(weight, MasterWeight | QuantizedWeightTensor):
             raise PlanError(
                 "forward before its weights were quantised",
                 where=f"{self.weight_fqn(name)} is a {type(weight).__name__}",
                 remedy="build in this order: plan, install, materialise, quantise, fully_shard",
             )
+        return weight
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -137,7 +139,7 @@ def refresh_parameter(parameter: torch.Tensor, local: MasterWeight, *, after_ste
 class LowPrecisionLinear(LowPrecisionModule, nn.Linear):
     """nn.Linear whose fprop, dgrad and wgrad run in eight bits; the bias stays in high precision."""
 
-    WEIGHTS = {"weight": "dense"}
+    WEIGHTS: ClassVar[dict[str, Literal["dense", "grouped"]]] = {"weight": "dense"}
 
     @classmethod
     def from_linear(cls, source: nn.Linear, *, fqn: str, policy: LowPrecisionPolicy) -> LowPrecisionLinear:
@@ -153,13 +155,13 @@ class LowPrecisionLinear(LowPrecisionModule, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N] in the input's dtype, or autocast's."""
-        self._require_quantised(self.weight, "weight")
+        weight = self.quantised_weight("weight")
         x = as_compute_dtype(input, self.fqn)
         if x.shape[-1] != self.in_features:
             raise PlanError(
                 f"input of shape {tuple(input.shape)}, wanted [..., {self.in_features}]", where=self.fqn
             )
-        y = low_precision_linear(x, self.weight, fqn=self.fqn, recipe=self.recipe)
+        y = low_precision_linear(x, weight, fqn=self.fqn, recipe=self.recipe)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

@@ -109,7 +109,7 @@ class QuantizedWeightTensor(torch.Tensor):
             spec.recipe.weight_class.quantize_master(check_master(master, spec.fqn), spec), master.shape, spec
         )
 
-    def select(self, orientation: Orientation) -> QuantizedOperand:
+    def select(self, orientation: Orientation) -> QuantizedOperand:  # type: ignore[override]
         """The operand of an orientation; StaleWeightError if this phase's gather left it out."""
         return self.operand(self.physical, self.spec, orientation)
 
@@ -125,7 +125,7 @@ class QuantizedWeightTensor(torch.Tensor):
         self.physical.update(fresh)
         self.version_cell[0] += 1
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.spec.fqn!r}, {tuple(self.shape)}, holds {list(self.physical)})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -143,7 +143,9 @@ class QuantizedWeightTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         this = args[0]
         if func in (aten.detach.default, aten.alias.default):
@@ -229,7 +231,9 @@ class HiF8Tensor(QuantizedWeightTensor):
             return fields
         scale = fields["scale"]
         if bool((scale != scale[0]).any()):
-            raise GatherError(f"ranks hold different scales {scale.tolist()} of one dense weight", where=spec.fqn)
+            raise GatherError(
+                f"ranks hold different scales {scale.tolist()} of one dense weight", where=spec.fqn
+            )
         return {**fields, "scale": scale[:1]}
 
     @classmethod

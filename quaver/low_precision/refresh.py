@@ -6,6 +6,7 @@ May import: modules, master, quantized, distributed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -78,7 +79,7 @@ def quantize_weights(root: nn.Module, *, refresh: bool = True) -> list[str]:
                 weight = MasterWeight(source.detach(), module.weight_spec(name))
                 made[id(source)] = nn.Parameter(weight, requires_grad=source.requires_grad)
                 if refresh:
-                    made[id(source)].refresh()
+                    cast(MasterWeight, made[id(source)]).refresh()
                 fqns.append(fqn)
             module._parameters[name] = made[id(source)]
     return fqns
@@ -87,7 +88,9 @@ def quantize_weights(root: nn.Module, *, refresh: bool = True) -> list[str]:
 def _check_unshared(source: nn.Parameter, fqn: str, model: nn.Module) -> None:
     for other, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is source and not (isinstance(module, LowPrecisionModule) and name in module.WEIGHTS):
+            if parameter is source and not (
+                isinstance(module, LowPrecisionModule) and name in module.WEIGHTS
+            ):
                 raise PlanError(
                     f"the weight is shared with {other}.{name}, which is not in low precision",
                     where=fqn,
@@ -104,7 +107,9 @@ def refresh(model: nn.Module) -> list[str]:
     _prepare_sharded(model)
     weights = quantised_weights(model)
     if not weights:
-        raise PlanError("the model has no quantised weight", where=type(model).__name__, remedy="quantize_modules first")
+        raise PlanError(
+            "the model has no quantised weight", where=type(model).__name__, remedy="quantize_modules first"
+        )
     for parameter, local in weights.values():
         refresh_parameter(parameter, local)
     return list(weights)

@@ -6,6 +6,8 @@ quaver.low_precision.grouped. May import: low_precision, errors, transformers.
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
 from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
@@ -22,7 +24,10 @@ from quaver.low_precision import (
 class DeepseekV3LowPrecisionExperts(LowPrecisionModule, DeepseekV3Experts):
     """gate_up_proj [E, 2F, H] (gate first) and down_proj [E, H, F], every GEMM in eight bits."""
 
-    WEIGHTS = {"gate_up_proj": "grouped", "down_proj": "grouped"}
+    WEIGHTS: ClassVar[dict[str, Literal["dense", "grouped"]]] = {
+        "gate_up_proj": "grouped",
+        "down_proj": "grouped",
+    }
 
     @classmethod
     def from_experts(
@@ -50,15 +55,14 @@ class DeepseekV3LowPrecisionExperts(LowPrecisionModule, DeepseekV3Experts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[T, H], [T, k] int64, [T, k] -> [T, H]."""
-        for name in self.WEIGHTS:
-            self._require_quantised(getattr(self, name), name)
+        gate_up, down = self.quantised_weight("gate_up_proj"), self.quantised_weight("down_proj")
         x = as_compute_dtype(hidden_states, self.fqn)
         return low_precision_grouped_swiglu(
             x,
             top_k_index,
             top_k_weights,
-            self.gate_up_proj,
-            self.down_proj,
+            gate_up,
+            down,
             sites=(self.weight_fqn("gate_up_proj"), self.weight_fqn("down_proj")),
             recipe=self.recipe,
         )

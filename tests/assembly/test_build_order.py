@@ -1,7 +1,7 @@
 """Each adjacent pair of build steps, swapped, is a start-up error; and a failed plan leaves the model untouched."""
 
-import torch
 import pytest
+import torch
 
 from quaver.assembly import Assembly, plan_on_meta
 from quaver.distributed import init_world, shard_mesh
@@ -111,7 +111,9 @@ def snapshot(model) -> list:
 def test_a_failed_plan_leaves_the_model_untouched(micro, rule, message) -> None:
     config = micro("mxfp8")
     rule = {"module_type": "torch.nn.Linear", "replace_module": "low_precision_linear", **rule}
-    config = config.model_copy(update={"plan_overrides": (*config.plan_overrides, type(config.plan_overrides[0])(**rule))})
+    config = config.model_copy(
+        update={"plan_overrides": (*config.plan_overrides, type(config.plan_overrides[0])(**rule))}
+    )
     assembly = Assembly(config)
     assembly.build_meta()
     before = snapshot(assembly.model)

@@ -9,8 +9,13 @@ import quaver
 pytest.importorskip("accelerate")
 
 RULE = quaver.ReplacementRule(
-    ["model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj",
-     "model.layers.*.self_attn.o_proj", "model.layers.*.mlp.*_proj"],
+    [
+        "model.layers.*.self_attn.q_proj",
+        "model.layers.*.self_attn.k_proj",
+        "model.layers.*.self_attn.v_proj",
+        "model.layers.*.self_attn.o_proj",
+        "model.layers.*.mlp.*_proj",
+    ],
     nn.Linear,
     "low_precision_linear",
 )
@@ -26,8 +31,15 @@ def llama():
 
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=4, use_cache=False)
+        LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            use_cache=False,
+        )
     )
 
 
@@ -71,9 +83,19 @@ def test_trainer_trains_saves_and_reloads(fmt: str, tmp_path) -> None:
             return super().training_step(model, inputs, *args, **kwargs)
 
     arguments = TrainingArguments(
-        str(tmp_path / "out"), max_steps=STEPS, per_device_train_batch_size=2, save_strategy="steps", save_steps=2,
-        report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, lr_scheduler_type="constant",
-        max_grad_norm=0.0, learning_rate=1e-3, dataloader_num_workers=0,
+        str(tmp_path / "out"),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        logging_steps=1,
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        learning_rate=1e-3,
+        dataloader_num_workers=0,
     )
     trainer = Recording(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None))
     trainer.train()
@@ -104,8 +126,15 @@ def test_trainer_resumes_from_its_checkpoint(tmp_path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         quaver.attach(optimizer, model)
         arguments = TrainingArguments(
-            str(tmp_path / "out"), max_steps=STEPS, per_device_train_batch_size=2, save_strategy="steps",
-            save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
+            str(tmp_path / "out"),
+            max_steps=STEPS,
+            per_device_train_batch_size=2,
+            save_strategy="steps",
+            save_steps=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=examples(), optimizers=(optimizer, None))
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2") if resume else None)

@@ -57,8 +57,10 @@ def by_hand(fmt: str, steps: int, kwargs: dict) -> list[float]:
     """The same layers; masters, moments and refresh written out, on plain FP32 parameters."""
     quantised = quaver.quantize_modules(MLP(), CONFIGS[fmt], plan=[RULE]).model
     names = [name for name, p in quantised.named_parameters()]
-    plain = {n: nn.Parameter(p.master.clone() if isinstance(p, MasterWeight) else p.detach().clone())
-             for n, p in quantised.named_parameters()}
+    plain = {
+        n: nn.Parameter(p.master.clone() if isinstance(p, MasterWeight) else p.detach().clone())
+        for n, p in quantised.named_parameters()
+    }
     optimizer = torch.optim.AdamW([plain[n] for n in names], lr=1e-2, **kwargs)
     losses = []
     for step in range(steps):

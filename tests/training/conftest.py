@@ -20,11 +20,27 @@ RULES = [
     },
 ]
 MODEL = {
-    "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48,
-    "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "n_routed_experts": 4, "n_shared_experts": 1, "q_lora_rank": None, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "max_position_embeddings": 64,
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 64,
     "use_cache": False,
 }
 FORMATS = {
@@ -40,7 +56,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     for package in ("json", "email"):
         for file in sorted((stdlib / package).glob("*.py")):
-            (folder / f"{package}_{file.stem}.txt").write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+            (folder / f"{package}_{file.stem}.txt").write_text(
+                file.read_text(encoding="utf-8"), encoding="utf-8"
+            )
     return folder
 
 
@@ -58,10 +76,20 @@ def micro(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
             "model": {"config_name_or_path": "deepseek_v3", "config_overrides": MODEL},
             "low_precision": FORMATS[fmt],
             "plan_overrides": RULES,
-            "data": {"sources": [{"path": str(corpus)}], "seq_len": 32, "cache_dir": str(cache),
-                     "validation_fraction": 0.1},
-            "training": {"steps": 4, "micro_batch_size": 2, "validate_every": 0, "validation_batches": 2,
-                         "sample_tokens": 0, "num_threads": 1},
+            "data": {
+                "sources": [{"path": str(corpus)}],
+                "seq_len": 32,
+                "cache_dir": str(cache),
+                "validation_fraction": 0.1,
+            },
+            "training": {
+                "steps": 4,
+                "micro_batch_size": 2,
+                "validate_every": 0,
+                "validation_batches": 2,
+                "sample_tokens": 0,
+                "num_threads": 1,
+            },
             "optimizer": {"lr": 3e-3, "schedule": {"kind": "constant"}},
         }
         return load_config(document, overrides)

@@ -34,7 +34,9 @@ def gradients(assembly: Assembly, micro_batches: list) -> tuple[float, dict[str,
         loss = token_nats(assembly.model, batch) / batch.labels.numel()
         loss.backward()
         total += float(loss.detach())
-    grads = {n: local_tensor(p.grad).clone() for n, p in assembly.model.named_parameters() if p.grad is not None}
+    grads = {
+        n: local_tensor(p.grad).clone() for n, p in assembly.model.named_parameters() if p.grad is not None
+    }
     return total, grads
 
 

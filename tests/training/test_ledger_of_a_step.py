@@ -43,7 +43,7 @@ def test_every_gemm_is_inside_a_backend_call_or_named_as_high_precision(micro, f
         train_step(assembly, sample, lr=1e-3, clip_norm=1.0)
     dense = {site.fqn for site in assembly.sites() if site.kind == "dense"}
     counted = Counter()
-    for (fqn, kind, gemm, *_), count in assembly.ledger.executed.items():
+    for (fqn, _, gemm, *_), count in assembly.ledger.executed.items():
         counted[fqn, gemm] += count
     # dense: one aten GEMM each; grouped: one for each expert that had tokens
     for fqn in dense:
@@ -137,5 +137,8 @@ def test_low_precision_off_writes_an_empty_ledger(micro, tmp_path) -> None:
 
     train(micro("bf16"), out=tmp_path / "run")
     assert json.loads((tmp_path / "run" / "ledger.json").read_text()) == {
-        "recipe": None, "ok": True, "entries": [], "idle_experts": [],
+        "recipe": None,
+        "ok": True,
+        "entries": [],
+        "idle_experts": [],
     }
