@@ -1,0 +1,61 @@
+# The commands of this project; `make` lists them. `setup` is called by those that need it, and costs nothing
+# the second time: it runs again only when pyproject.toml or constraints.txt changed, or the folder was moved.
+# Variables: PYTHON=python3.12 (any Python >= 3.11), JOBS=2 (processes that share the tests).
+
+PYTHON ?= python3
+JOBS ?= 2
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+PINNED = $(shell sed -n 's/^$(1)==/&/p' constraints.txt)
+
+# the commands inside a virtual environment hold its path: a moved or copied folder is set up anew
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+.PHONY: help setup demo test lint
+
+help: ## list these commands
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+setup: $(STAMP) ## make .venv with the `quaver` command and everything that tests need
+	@:
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "setup: there is no '$(PYTHON)'; install Python 3.11 or later, or name one: make setup PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: $$($(PYTHON) --version) is too old, Quaver needs 3.11 or later; name one: make setup PYTHON=..." >&2; exit 1; }
+	@if [ ! -x $(BIN)/python ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  echo "setup: making $(VENV) with $$($(PYTHON) --version)"; \
+	  rm -rf $(VENV); \
+	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "setup: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	fi
+	@echo "setup: installing $(call PINNED,torch)"
+	@$(PIP) $(call PINNED,torch)
+	@echo "setup: installing Quaver and what it and its tests need"
+	@$(PIP) --no-deps $(call PINNED,torchao)
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@echo $(CURDIR) > $(STAMP)
+	@echo "setup: done; $(BIN)/quaver is ready"
+
+demo: setup ## train a small mixture of experts in MXFP8 on real text, a few minutes on two cores
+	@$(BIN)/quaver train configs/demo.yaml
+	@$(BIN)/quaver report "$$(ls -dt runs/demo* | head -n 1)" >/dev/null
+
+test: setup ## run the tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+lint: setup ## style, types and the import contract
+	@echo "lint: ruff"
+	@$(BIN)/ruff check .
+	@echo "lint: mypy"
+	@$(BIN)/mypy
+	@echo "lint: import contract"
+	@$(BIN)/lint-imports
