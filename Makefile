@@ -32,6 +32,7 @@ setup: $(STAMP) ## make .venv with the `quaver` command and everything that test
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "setup: there is no '$(PYTHON)'; install Python 3.11 or later, or name one: make setup PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: $$($(PYTHON) --version) is too old, Quaver needs 3.11 or later; name one: make setup PYTHON=..." >&2; exit 1; }
+	@if [ -e $(STAMP) ] && [ "$$(cat $(STAMP))" != "$(CURDIR)" ]; then rm -rf $(VENV); fi
 	@if [ ! -x $(BIN)/python ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  echo "setup: making $(VENV) with $$($(PYTHON) --version)"; \
 	  rm -rf $(VENV); \
