@@ -121,6 +121,7 @@ class LibraryTokenizer:
             ) from error
         self._library.no_truncation()
         self._library.no_padding()
+        self._library.post_processor = None  # puts special tokens around a text, takes blanks out of offsets
         self._library.encode_special_tokens = True
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_id = self._find_eos(eos)
@@ -159,9 +160,7 @@ class LibraryTokenizer:
         """
         counted = []
         for text, encoding in zip(texts, self._encode(texts, offsets=True), strict=True):
-            ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
-            byte_ends = _byte_positions(text)[np.maximum.accumulate(ends)]
-            counts = np.diff(byte_ends, prepend=0).astype(np.uint32)
+            counts = bytes_between(text, [end for _, end in encoding.offsets])
             counted.append((np.array(encoding.ids, dtype=np.uint32), counts))
         return counted
 
@@ -226,6 +225,12 @@ def _configured_eos(file: Path) -> str | None:
     if eos is not None and not isinstance(eos, str):
         raise ValueError(f"eos_token in {file} is a {type(eos).__name__}, not a string")
     return eos
+
+
+def bytes_between(text: str, ends: Sequence[int]) -> ByteCounts:
+    """The UTF-8 bytes of `text` up to each of `ends` (in characters) that none before it reached, uint32."""
+    furthest = np.maximum.accumulate(np.array(ends, dtype=np.int64))
+    return np.diff(_byte_positions(text)[furthest], prepend=0).astype(np.uint32)
 
 
 def _utf8(text: str) -> bytes:

@@ -1,16 +1,19 @@
 """The token cache: its content, when it is made again, and that nobody ever sees half of one."""
 
+import fcntl
 import hashlib
 import json
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from quaver.data import PreparedData, prepare_data
 from quaver.data import prepare as prepare_module
@@ -94,8 +97,6 @@ def test_the_seed_changes_nothing_that_is_prepared(config: Callable, folder: Pat
 
 
 def test_tokens_are_wide_where_the_vocabulary_is(config: Callable, folder: Path, tmp_path: Path) -> None:
-    import tokenizers
-
     wide = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"[UNK]": 1 << 16, "[EOS]": 0}, unk_token="[UNK]")
     )
@@ -277,9 +278,6 @@ def test_of_processes_that_start_together_one_builds_and_all_read_the_same(
 
 
 def test_who_waits_is_told(config: Callable, folder: Path, tmp_path: Path) -> None:
-    import fcntl
-    import threading
-
     prepare(config(folder))
     (lock_path,) = (tmp_path / "cache" / "data").glob("*.lock")
     stages: list[str] = []

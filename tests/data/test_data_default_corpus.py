@@ -1,5 +1,6 @@
 """The default corpus on this machine: the running Python's own library, whole."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -7,10 +8,12 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quaver.config import DataConfig
 from quaver.data import Loader, PreparedData, prepare_data, validation_batches
+from quaver.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,13 @@ def test_what_is_left_out_has_a_reason(prepared: PreparedData) -> None:
             assert left["reason"] in ("a link", "written by the build of this machine's Python")
 
 
+def test_each_document_ends_where_its_end_stands(prepared: PreparedData) -> None:
+    # Several batches of the tokeniser: offsets go on from one to the next.
+    for cache in (prepared.train, prepared.validation):
+        (stream,) = cache.streams
+        assert (stream.offsets[1:] - 1).tolist() == np.flatnonzero(stream.tokens == 256).tolist()
+
+
 def test_about_a_twentieth_validates(prepared: PreparedData) -> None:
     (source,) = prepared.manifest["sources"]
     share = source["documents"]["validation"] / sum(source["documents"].values())
@@ -71,8 +81,6 @@ def test_another_process_reads_the_same_batches(settings: DataConfig, prepared: 
         "[h.update(b.labels.numpy().tobytes()) for b in v]\n"
         "print(h.hexdigest())\n"
     )
-    import hashlib
-
     digest = hashlib.sha256()
     loader = Loader(prepared.train, seq_len=256, micro_batch_size=8, seed=5)
     for _ in range(20):
@@ -126,8 +134,6 @@ def test_files_that_are_not_utf8_are_listed_and_left_out(
 def test_a_python_without_sources_is_a_clear_error(
     config: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quaver.errors import ConfigError
-
     monkeypatch.setattr(sysconfig, "get_path", lambda name: {"stdlib": str(tmp_path)}[name])
     with pytest.raises(ConfigError, match="no standard library sources"):
         prepare_data(config(), seed=1)

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaver.data import Batch, Loader, TokenCache, TokenStream, validation_batches
+from quaver.data import Batch, Loader, TokenCache, TokenStream, prepare_data, validation_batches
 from quaver.errors import ConfigError
 
 T = 4
@@ -177,11 +178,7 @@ def test_validation_takes_sources_by_weight_and_skips_one_without_a_window() -> 
     assert [starts(batch) for batch in validate(source, 4, 2)] == [[0, 2 * T, 4 * T, 6 * T]]
 
 
-def test_a_uniform_guess_over_the_bytes_costs_eight_bits_a_byte(
-    config: Callable[..., object], folder: object
-) -> None:
-    from quaver.data import prepare_data
-
+def test_a_uniform_guess_over_the_bytes_costs_eight_bits_a_byte(config: Callable, folder: Path) -> None:
     prepared = prepare_data(config(folder, validation_fraction=0.3), seed=1)
     nats, n_bytes = 0.0, 0
     for batch in validation_batches(prepared.validation, seq_len=16, batch_size=4, count=50):

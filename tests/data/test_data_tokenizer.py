@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from quaver.data import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer, prepare_data
 from quaver.data.bpe import open_bpe, train_bpe
+from quaver.data.tokenizer import bytes_between
 from quaver.errors import ConfigError
 
 SAMPLE = ["def f(x):\n    return x + 1\n", "Ünïcödé 你好 😀 words words words", "the theatre there then"] * 20
@@ -46,9 +47,8 @@ def word_pieces() -> tokenizers.Tokenizer:
 def trimmed_bytes() -> tokenizers.Tokenizer:
     """As GPT-2's, with offsets that leave out blanks, and special tokens put around every text."""
     tokenizer = tokenizers.Tokenizer.from_str(train_bpe(iter(SAMPLE), 400))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|eos|> $A <|eos|>", special_tokens=[("<|eos|>", 0)]
-    )
+    around = processors.TemplateProcessing(single="<|eos|> $A <|eos|>", special_tokens=[("<|eos|>", 0)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), around])
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     return tokenizer
@@ -92,10 +92,16 @@ def test_any_text_comes_back(kind: str, text: str) -> None:
 def test_byte_counts_equal_the_vocabulary_for_a_byte_level_tokenizer() -> None:
     tokenizer = MADE["trimmed bytes"]
     vocabulary = {i: token for token, i in trimmed_bytes().get_vocab().items()}
-    text = "def theatre(x):\n\n\n    return  words \n"
+    text = " def theatre(x):\n\n\n    return  words \n"
     ((ids, counts),) = tokenizer.encode_counting_bytes([text])
     # each character of a byte-level token is one byte
     assert counts.tolist() == [len(vocabulary[i]) for i in ids.tolist()]
+
+
+def test_bytes_count_with_the_first_token_that_reaches_them() -> None:
+    assert bytes_between("aé你😀", [1, 2, 3, 4]).tolist() == [1, 2, 3, 4]
+    assert bytes_between("aé你😀", [2, 2, 1, 4]).tolist() == [3, 0, 0, 7]
+    assert bytes_between("", []).tolist() == []
 
 
 def test_bytes_dropped_between_words_count_with_the_next_token() -> None:
