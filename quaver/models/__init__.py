@@ -10,7 +10,7 @@ from typing import Any
 
 _HOMES = {
     "from_hf_config": "build",
-    "load_hf_config": "build",
+    "load_hf_config": "hf_config",
     "build_on_meta": "build",
     "init_units": "init",
     "materialise_unit": "init",
@@ -18,8 +18,8 @@ _HOMES = {
     "check_spec": "spec",
     "parameter_table": "spec",
     "iter_moe_layers": "moe",
-    "RouterBias": "moe",
-    "RouterLoad": "moe",
+    "RouterBias": "router_bias",
+    "RouterLoad": "router_bias",
     "DeepseekV3LowPrecisionExperts": "deepseek_v3_experts",
     "replace_deepseek_v3_low_precision_experts": "deepseek_v3_experts",
 }
