@@ -142,6 +142,8 @@ def _merge(
     if "rope_parameters" in overrides or "rope_scaling" in overrides:
         for key in ("rope_scaling", "rope_parameters"):
             merged.pop(key, None)
+    if "rope_scaling" in overrides and isinstance(rope, dict) and "rope_theta" in rope:
+        merged["rope_theta"] = rope["rope_theta"]  # the scaling is replaced, the base stays
     merged.update(overrides)
     if "rope_theta" in overrides and isinstance(rope, dict) and "rope_scaling" not in overrides:
         # transformers prefers the theta inside the dict: the override has to go there.

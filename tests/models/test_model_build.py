@@ -77,6 +77,9 @@ def test_rope_theta_reaches_the_rope_parameters(tmp_path: Path) -> None:
         tmp_path, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 7.0}
     )
     assert (scaled.rope_parameters["rope_type"], scaled.rope_parameters["rope_theta"]) == ("linear", 7.0)
+    DeepseekV3Config(**TINY, rope_theta=900.0).save_pretrained(tmp_path)
+    scaled = load_hf_config(tmp_path, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    assert (scaled.rope_parameters["rope_type"], scaled.rope_parameters["rope_theta"]) == ("linear", 900.0)
 
 
 @pytest.mark.parametrize(
