@@ -52,8 +52,7 @@ def scan(sources: tuple[Source, ...], fraction: float, progress: Progress) -> tu
     """Reads every document once, hashes files and splits the documents.
 
     Raises:
-        ConfigError: a file cannot be read as text, a source holds no text, or no document is left to
-        validate.
+        ConfigError: a file is no text, a source holds none, or no document is left for validation.
     """
     total = sum(len(source.files) for source in sources)
     done = 0

@@ -111,7 +111,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes manifest.json so that it is there whole or not at all."""
     temporary = folder / f"{MANIFEST}.{os.getpid()}.tmp"
     with temporary.open("w", encoding="utf-8") as text:
-        json.dump(manifest, text, indent=1, ensure_ascii=False)
+        json.dump(manifest, text, indent=1)  # in ASCII: a file's name need not be UTF-8
         text.flush()
         os.fsync(text.fileno())
     temporary.replace(folder / MANIFEST)

@@ -1,5 +1,4 @@
-"""`prepare_data`: from the config's data section to two memory-mapped token caches, made once, found again
-after.
+"""`prepare_data`: from the config's data section to two memory-mapped token caches, made once.
 
 Several processes (the ranks of a run, two runs) may call it at once: a lock lets one build while the others
 wait. A cache is built in a temporary folder and renamed when it is whole, so a killed process leaves no half

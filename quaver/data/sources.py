@@ -44,8 +44,7 @@ class Source:
         weight: its share of the training sequences, relative to the other sources' weights.
         root: absolute path of the file or folder.
         key: the config key that named it, for errors.
-        lenient: files that are not UTF-8 are left out and listed (the default corpus) instead of being
-        errors.
+        lenient: files that are not UTF-8 are left out and listed (default corpus) instead of being errors.
     """
 
     name: str
@@ -156,8 +155,7 @@ def _walk(root: Path, key: str) -> tuple[list[SourceFile], list[LeftOut]]:
         path = Path(entry.path)
         relative = path.relative_to(root).as_posix()
         if entry.is_symlink():
-            # What a link inside the folder points to is read where it lies; reading it twice would count it
-            # twice.
+            # What it points to is read where it lies; through the link it would count twice.
             left_out.append(LeftOut(relative, _inner_link(path, root, key)))
         elif entry.name.startswith("."):
             left_out.append(LeftOut(relative, "a hidden name"))

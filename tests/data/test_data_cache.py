@@ -90,6 +90,15 @@ def test_the_manifest_tells_what_is_inside(config: Callable, folder: Path) -> No
     json.dumps(manifest)
 
 
+def test_a_file_name_need_not_be_utf8(config: Callable, folder: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (folder / name).write_text("text")
+    prepared, built = prepare(config(folder))
+    assert built
+    assert name in [file["path"] for file in prepared.manifest["sources"][0]["files"]]
+    assert not prepare(config(folder))[1]
+
+
 def test_the_seed_changes_nothing_that_is_prepared(config: Callable, folder: Path) -> None:
     first = prepare_data(config(folder), seed=1)
     second = prepare_data(config(folder), seed=2)
