@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -80,13 +81,17 @@ app.command()(report)
 app.command()(doctor)
 
 
-def main() -> NoReturn:
-    """Entry point of `quaver` and `python -m quaver`; always ends the process."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of `quaver` and `python -m quaver`; always ends in SystemExit.
+
+    Args:
+        argv: arguments without the program's name; None: those of the process.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")
     try:
-        app(prog_name="quaver")
+        app(args=None if argv is None else list(argv), prog_name="quaver")
     except Exception:
         traceback.print_exc()
         sys.exit(UNFORESEEN)
