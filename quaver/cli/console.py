@@ -106,4 +106,3 @@ def show_warnings() -> None:
     logger = logging.getLogger("quaver")
     if not any(isinstance(handler, WarningLines) for handler in logger.handlers):
         logger.addHandler(WarningLines(logging.WARNING))
-        logger.propagate = False

@@ -137,6 +137,24 @@ def test_help_config_needs_no_config(quaver: Run) -> None:
     assert ended.out == help_config() + "\n"
 
 
+def test_what_a_library_prints_does_not_reach_the_document(
+    quaver: Run, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quaver.training import trainer
+
+    real = trainer.train_step
+
+    def chatty(*args: Any, **options: Any) -> Any:
+        print("a library's chatter")
+        return real(*args, **options)
+
+    monkeypatch.setattr(trainer, "train_step", chatty)
+    ended = quaver("train", tiny(), "--json", "training.steps=1")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["steps"] == 1
+    assert "a library's chatter" in ended.err
+
+
 # What a process does, seen from outside ------------------------------------------------------------------
 
 
