@@ -105,7 +105,9 @@ def test_one_group_is_the_dense_gemm(recipe_id):
     row, col = (recipe.quantizer(Role.INPUT_FWD).quantize(x, orientation=side) for side in ("row", "col"))
     g_row, g_col = recipe.quantizer(Role.GRAD_OUTPUT).quantize_dual(g)
     w_row, w_col = recipe.quantizer(Role.WEIGHT_FWD).quantize_dual(w)
-    seen = recipe.quantizer(Role.WEIGHT_FWD)  # [1, K, N] as the grouped GEMM sees it: blocks along K, then along N
+    seen = recipe.quantizer(
+        Role.WEIGHT_FWD
+    )  # [1, K, N] as the grouped GEMM sees it: blocks along K, then along N
     gw_col, gw_row = (seen.quantize(w.t()[None], orientation=side) for side in ("col", "row"))
 
     def dense(layout, a, b):
