@@ -124,9 +124,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
             a_row = recipe.quantizer(Role.INPUT_FWD).quantize(act, orientation="row")
         site = GemmSite(sites[1], "fprop")
         y = gmm(a_row, down.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
-        if (
-            wants_wgrad[0] and x_row.scale.ndim == 0
-        ):  # one scale, no axis: the same codes serve the token axis
+        if wants_wgrad[0] and x_row.scale.ndim == 0:  # one scale, no axis: the codes serve the token axis too
             x_col = x_row.as_orientation("col")
         elif wants_wgrad[0]:
             x_SH = x_TH.index_select(0, routing.token_S)
@@ -138,7 +136,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         ctx.sites, ctx.recipe, ctx.versions = sites, recipe, (gate_up.version, down.version)
         T, k = weight_Tk.shape
         # the k branches of a token are summed in FP32 and rounded once
-        chosen = y.index_select(0, routing.inverse_S).view(T, k, -1)
+        chosen = y.index_select(0, routing.inverse_S).view(T, k, x_TH.shape[1])
         return (chosen.float() * weight_Tk.float().unsqueeze(-1)).sum(1).to(dtype)
 
     @staticmethod
@@ -154,7 +152,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         T, k = weight_Tk.shape
         dx = dweight = dgate_up = ddown = None
         if wants_weight:
-            chosen = y.index_select(0, inverse).view(T, k, -1)
+            chosen = y.index_select(0, inverse).view(T, k, g_TH.shape[1])
             dweight = (chosen.float() * g_TH.float().unsqueeze(1)).sum(-1).to(weight_Tk.dtype)
         g_S = g_TH.index_select(0, token).float() * weight_Tk.reshape(-1)[order].float().unsqueeze(1)
         gy_row, gy_col = gradient.quantize_sides(
@@ -178,7 +176,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
             if gh_row is not None:
                 site = GemmSite(ctx.sites[0], "dgrad")
                 dx_S = gmm(gh_row, gate_up.select("row"), ends, layout="NT", output_dtype=dtype, site=site)
-                dx = dx_S.index_select(0, inverse).view(T, k, -1).float().sum(1).to(dtype)
+                dx = dx_S.index_select(0, inverse).view(T, k, g_TH.shape[1]).float().sum(1).to(dtype)
         return dx, dweight, None, dgate_up, ddown, None, None, None
 
 
