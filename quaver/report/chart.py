@@ -20,6 +20,7 @@ HEIGHT, TOP, BOTTOM = 294, 24, 246  # of the view box, and the plot's upper and 
 LEFT, MARGIN = 52, 8  # the plot's left edge, and what is free at its right
 NARROW, WIDE = 600, 1254  # widths of the view box: beside another chart, across both columns
 MEANS = 60  # points of the bold line that is drawn over a noisy one
+_MOST_DOTS = 40
 _BANDS = 60
 _POINTS = 2400  # thinned points of all runs of a chart together, before min/max doubles them
 
@@ -35,6 +36,7 @@ class Spec:
         log: allow a logarithmic axis.
         zero: begin at 0.
         noisy: draw the raw line faint, and bucket means over it.
+        dots: mark each value, where there are few.
         wide: draw it across both columns.
     """
 
@@ -44,6 +46,7 @@ class Spec:
     log: bool = False
     zero: bool = False
     noisy: bool = False
+    dots: bool = False
     wide: bool = False
 
     @property
@@ -127,7 +130,7 @@ def build_chart(spec: Spec, series: Sequence[Series]) -> Chart:
     y = make_scale(finite, BOTTOM, TOP, log=spec.log, zero=spec.zero)
     drawn = _Drawing(x, y, max(20, min(400, _POINTS // max(1, len(series)))))
     for index, one in enumerate(series):
-        drawn.add(index, one, noisy=spec.noisy)
+        drawn.add(index, one, spec)
     x_values, y_values = [v for v in ticks(x, 10 if spec.wide else 6) if v == int(v)], ticks(y)
     return Chart(
         spec=spec,
@@ -151,15 +154,15 @@ class _Drawing:
         self.dots: list[Mark] = []
         self.gaps: list[Mark] = []
 
-    def add(self, run: int, series: Series, *, noisy: bool) -> None:
+    def add(self, run: int, series: Series, spec: Spec) -> None:
         """Adds one run's line, dots and gaps."""
         thinned = thin(series.steps, series.values, self.buckets)
-        smooth = noisy and len(series.steps) >= 2 * MEANS
+        smooth = spec.noisy and len(series.steps) >= 2 * MEANS
         for stretch in thinned.stretches:
             if len(stretch) > 1:
                 kind = "raw" if smooth else "line"
                 self.lines.append(Line(run, kind, self._points(stretch), series.run))
-            if len(stretch) == 1 or (not noisy and len(series.steps) <= 40):
+            if len(stretch) == 1 or (spec.dots and len(series.steps) <= _MOST_DOTS):
                 self.dots += [self._dot(run, series.run, point) for point in stretch]
         if smooth:
             means = bucket_means(series.steps, series.values, MEANS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,8 @@ def build_charts(runs: Sequence[Run]) -> list[charts.Chart]:
     several = len(runs) > 1
     specs = [
         charts.Spec("loss", "Training loss", "nats per token", log=True, noisy=True, wide=several),
-        charts.Spec("val_loss", "Validation loss", "nats per token", log=True),
-        charts.Spec("val_bpb", "Bits per byte", "of validation text", log=True),
+        charts.Spec("val_loss", "Validation loss", "nats per token", log=True, dots=True),
+        charts.Spec("val_bpb", "Bits per byte", "of validation text", log=True, dots=True),
         charts.Spec("grad_norm", "Gradient norm", "L2, before clipping", log=True, noisy=True),
         charts.Spec("lr", "Learning rate", "of each step", zero=True),
         charts.Spec("tokens_per_s", "Throughput", "tokens per second", zero=True, noisy=True),
@@ -77,7 +76,7 @@ def build_charts(runs: Sequence[Run]) -> list[charts.Chart]:
     built = [charts.build_chart(spec, [_series(run, spec.key) for run in runs]) for spec in specs]
     if several:
         unit = f"percent of the loss of {runs[0].name}"
-        spec = charts.Spec("val_delta", "Validation loss, difference", unit)
+        spec = charts.Spec("val_delta", "Validation loss, difference", unit, dots=True)
         built.insert(2, charts.build_chart(spec, _differences([_series(run, "val_loss") for run in runs])))
     return built
 
@@ -172,14 +171,15 @@ def _refuse_to_overwrite(path: Path) -> None:
 
 def _write(path: Path, html: str) -> None:
     """Writes beside the target and renames, so that a reader never sees half a page."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(html)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except (OSError, UnicodeEncodeError) as error:
+        try:
+            # a lone surrogate, which JSON can hold and UTF-8 cannot, is escaped
+            beside.write_text(html, encoding="utf-8", errors="backslashreplace")
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
         raise ConfigError(
             f"The report cannot be written: {error}.",
             where=str(path),

@@ -257,6 +257,16 @@ def test_text_of_a_run_is_escaped_everywhere(make_run, tmp_path):
     assert "differs" in rows(page, "ledger")[1]
 
 
+def test_text_that_utf8_lacks_is_escaped(make_run, tmp_path):
+    line = '{"step": 1, "samples": [{"prompt": "a\\ud800", "text": "\\u0000\\u0007b"}]}'
+    run = make_run("run", [], text=json.dumps(training_line(1)) + "\n" + line + "\n")
+    assert "a\\ud800" in page_text(render_report(run, tmp_path / "report.html"))
+
+
+def page_text(path):
+    return read(path).find("section", id="samples")[0]["text"]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_path(make_run, tmp_path):
     runs = [make_run(f"{parent}/run", [training_line(1)]) for parent in ("one", "two")]
     page = read(render_report(runs, tmp_path / "report.html"))
