@@ -27,7 +27,13 @@ from quaver.backends import Ledger, PlannedSite, backend_for
 from quaver.config import RunConfig
 from quaver.distributed import PARAMS_BF16, PARAMS_FP32, shard_module
 from quaver.errors import ConfigError, PlanError
-from quaver.low_precision import LowPrecisionPolicy, planned_sites, policy_for, quantize_weights
+from quaver.low_precision import (
+    LowPrecisionPolicy,
+    low_precision_modules,
+    planned_sites,
+    policy_for,
+    quantize_weights,
+)
 from quaver.models import (
     RouterBias,
     build_on_meta,
@@ -64,6 +70,8 @@ class Assembly:
             self.policy = policy_for(config.low_precision, backend_for(config.low_precision, self.ledger))
         self.plan, self.attached = None, None
         self.frozen: dict[str, list[str]] = {}
+        self.replicated_fqns: set[str] = set()  # verdict: cannot be sharded, fallback_to_unsharded
+        self.replicated: dict[str, nn.Parameter] = {}
 
     # nothing is allocated up to here -----------------------------------------------------------------------
 
@@ -100,7 +108,9 @@ class Assembly:
 
     def verdicts(self, ranks: int) -> list[ShardVerdict]:
         """Shard legality of every low-precision weight, or PlanError."""
-        return require_legal(self.model, ranks, self.config.fsdp_config)
+        verdicts = require_legal(self.model, ranks, self.config.fsdp_config)
+        self.replicated_fqns = {v.fqn for v in verdicts if v.verdict == "replicated"}
+        return verdicts
 
     # unit by unit ------------------------------------------------------------------------------------------
 
@@ -118,13 +128,26 @@ class Assembly:
     def shard(self, fqn: str, mesh: DeviceMesh) -> None:
         """FSDP2 on a layer; its router goes in a unit of its own, which stays in FP32."""
         self.order.unit_step(fqn, "shard")
+        kept = self._keep_replicated(fqn)
         if not is_layer(fqn):
             return  # embedding, final norm and head belong to the root's own group
         layer = self.units[fqn]
         reshard = self.config.fsdp_config.reshard_after_forward
         for _, moe in iter_moe_layers(layer):
             shard_module(moe.gate, mesh, reshard_after_forward=reshard, mp_policy=PARAMS_FP32)
-        shard_module(layer, mesh, reshard_after_forward=reshard, mp_policy=PARAMS_BF16)
+        shard_module(
+            layer, mesh, reshard_after_forward=reshard, mp_policy=PARAMS_BF16, replicated=kept
+        )
+
+    def _keep_replicated(self, fqn: str) -> set[nn.Parameter]:
+        """The unit's weights that stay whole on every rank, at rest and in every GEMM."""
+        kept = {}
+        for _, module in low_precision_modules(self.units[fqn]):
+            for name in module.WEIGHTS:
+                if module.weight_fqn(name) in self.replicated_fqns:
+                    kept[module.weight_fqn(name)] = module._parameters[name]
+        self.replicated.update(kept)  # type: ignore[arg-type]
+        return set(kept.values())  # type: ignore[arg-type]
 
     # the whole model ---------------------------------------------------------------------------------------
 
@@ -133,7 +156,13 @@ class Assembly:
         self.order.step("shard_root")
         self.mesh = mesh
         reshard = self.config.fsdp_config.reshard_after_forward
-        shard_module(self.model, mesh, reshard_after_forward=reshard, mp_policy=PARAMS_BF16)
+        shard_module(
+            self.model,
+            mesh,
+            reshard_after_forward=reshard,
+            mp_policy=PARAMS_BF16,
+            replicated=set(self.replicated.values()),
+        )
         self.model.train()
 
     def checkpoint_activations(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -61,6 +61,19 @@ class Codec(Protocol):
         """Exact GEMM factors; `dtype` BF16 is a wish that an operand may refuse by answering FP32."""
 
 
+@runtime_checkable
+class BlockCodec(Protocol):
+    """What a codec with blocks along the rows offers besides, for weights whose shards cut blocks."""
+
+    def column_scales(self, tensor: torch.Tensor, spec: ScalingSpec, row0: int) -> torch.Tensor:
+        """Scale bytes of the touched blocks."""
+
+    def quantize_columns(
+        self, tensor: torch.Tensor, scales: torch.Tensor, spec: ScalingSpec, row0: int
+    ) -> torch.Tensor:
+        """Codes under given scale bytes."""
+
+
 class MXFP8Codec:
     """E4M3 elements with an E8M0 scale per 32 along the contracted axis (quaver.formats.mxfp8)."""
 
@@ -103,6 +116,18 @@ class MXFP8Codec:
             values = self._decode(operand, torch.float32, group_list)
         return Factors(values, None)
 
+    def column_scales(self, tensor: torch.Tensor, spec: ScalingSpec, row0: int) -> torch.Tensor:
+        """Scale bytes [touched blocks, K] of the blocks of 32 rows that rows [row0, row0 + M) touch."""
+        bits = mxfp8.amax_bits(_from_block_start(tensor, row0), axis=0)
+        return mxfp8.exponents_from_amax_bits(bits, spec.scale_rule or "floor")
+
+    def quantize_columns(
+        self, tensor: torch.Tensor, scales: torch.Tensor, spec: ScalingSpec, row0: int
+    ) -> torch.Tensor:
+        """Codes [M, K] under the scales of the touched blocks."""
+        shifted = _from_block_start(tensor, row0)
+        return mxfp8.encode_with_scales(shifted, scales, axis=0)[row0 % mxfp8.BLOCK :].contiguous()
+
     @staticmethod
     def _decode(
         operand: QuantizedOperand, dtype: torch.dtype, group_list: torch.Tensor | None
@@ -118,6 +143,12 @@ class MXFP8Codec:
             )
             return stored.transpose(-1, -2)
         return mxfp8.dequantize(codes, scales, axis=axis, dtype=dtype)
+
+
+def _from_block_start(tensor: torch.Tensor, row0: int) -> torch.Tensor:
+    """The rows with zeros in front, so that they start where their first block starts; zeros move no maximum."""
+    missing = row0 % mxfp8.BLOCK
+    return torch.nn.functional.pad(tensor, (0, 0, missing, 0)) if missing else tensor
 
 
 def _may_be_bf16(scales: torch.Tensor) -> bool:

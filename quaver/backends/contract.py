@@ -158,6 +158,23 @@ class Backend(Protocol):
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
         """Both orientations of one tensor, (row, col); formats without an axis share one storage."""
 
+    def column_scales(
+        self, tensor: torch.Tensor, *, spec: ScalingSpec, role: QuantizationRole, row0: int
+    ) -> torch.Tensor:
+        """uint8 scale bytes of the `col` blocks that rows [row0, row0 + M) of a larger matrix touch, from these
+        rows alone: [touched blocks, K]. Their maximum over all shards is the scale of the whole block."""
+
+    def quantize_columns(
+        self,
+        tensor: torch.Tensor,
+        scales: torch.Tensor,
+        *,
+        spec: ScalingSpec,
+        role: QuantizationRole,
+        row0: int,
+    ) -> torch.Tensor:
+        """uint8 codes [M, K] of these rows under given scale bytes of the touched `col` blocks."""
+
     def low_precision_matmul(
         self,
         left: QuantizedOperand,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quaver.backends.codecs import BUILTIN_CODECS, Codec, Factors
+from quaver.backends.codecs import BUILTIN_CODECS, BlockCodec, Codec, Factors
 from quaver.backends.contract import (
     GemmSite,
     Layout,
@@ -89,6 +89,32 @@ class ReferenceBackend:
             return row, row.as_orientation("col")
         codes, scale = codec.quantize(tensor, spec, "col", group_list, amax)
         return row, QuantizedOperand(codes, scale, tensor.dtype, spec.format, "col")
+
+    def column_scales(
+        self, tensor: torch.Tensor, *, spec: ScalingSpec, role: QuantizationRole, row0: int
+    ) -> torch.Tensor:
+        """See `Backend.column_scales`; block formats only."""
+        return self._block_codec(spec).column_scales(tensor, spec, row0)
+
+    def quantize_columns(
+        self,
+        tensor: torch.Tensor,
+        scales: torch.Tensor,
+        *,
+        spec: ScalingSpec,
+        role: QuantizationRole,
+        row0: int,
+    ) -> torch.Tensor:
+        """See `Backend.quantize_columns`; block formats only."""
+        return self._block_codec(spec).quantize_columns(tensor, scales, spec, row0)
+
+    def _block_codec(self, spec: ScalingSpec) -> BlockCodec:
+        codec = self.codec(spec.format)
+        if not isinstance(codec, BlockCodec):
+            raise CapabilityError(
+                f"format {spec.format!r} has no blocks that a shard could cut", where="low_precision.format"
+            )
+        return codec
 
     def low_precision_matmul(
         self,

@@ -39,6 +39,9 @@ class FSDPConfig(Section):
             "set fsdp_config.comm_fusion: false",
         ),
     ] = Field(False, description="Fuse collectives; true is not supported.")
+    reduce_every_micro_step: bool = Field(
+        True, description="Reduce gradients over the ranks in each micro-step; false only in the last one."
+    )
     fallback_to_unsharded: bool = Field(
         False,
         description="Replicate a weight that cannot be sharded (its GEMMs stay in eight bits), else fail.",

@@ -14,7 +14,9 @@ from quaver.distributed.fsdp import (
     like_sharded,
     local_tensor,
     reshard_all,
+    set_gradient_sync,
     shard_module,
+    sum_replicated,
 )
 from quaver.distributed.gather import (
     FSDPGatherContext,
@@ -25,7 +27,16 @@ from quaver.distributed.gather import (
     check_outputs,
     schema_of,
 )
-from quaver.distributed.world import check_shard_size, init_world, launched_world_size, shard_mesh
+from quaver.distributed.world import (
+    check_shard_size,
+    gather_rows,
+    init_world,
+    launched_world_size,
+    leave_world,
+    on_rank_zero,
+    rank,
+    shard_mesh,
+)
 
 __all__ = [
     "PARAMS_BF16",
@@ -40,14 +51,20 @@ __all__ = [
     "bind",
     "check_outputs",
     "check_shard_size",
+    "gather_rows",
     "init_world",
     "is_sharded",
     "launched_world_size",
     "lazy_init",
+    "leave_world",
     "like_sharded",
     "local_tensor",
+    "on_rank_zero",
+    "rank",
     "reshard_all",
     "schema_of",
+    "set_gradient_sync",
     "shard_mesh",
     "shard_module",
+    "sum_replicated",
 ]

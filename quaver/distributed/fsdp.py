@@ -14,10 +14,11 @@ May import: torch, errors, gather.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -110,20 +111,52 @@ class FSDPExtension:
         whole = self.post_all_gather(outputs if local is None else local, plain, out)  # type: ignore[attr-defined]
         if out is not None:
             return None
-        # the local shard outlives every reshard, so at one rank there is nothing for torch to free
-        return whole, (tuple(outputs) if local is None else ())
+        # nothing more to free on reshard: gathered tensors are views of torch's own gather buffers, which it
+        # frees, and at one rank they are the local shard, which outlives every reshard
+        return whole, ()
 
 
 def shard_module(
-    module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, mp_policy: MixedPrecisionPolicy
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy,
+    replicated: set[nn.Parameter] | None = None,
 ) -> None:
-    """`fully_shard` with an explicit reshard policy (None would turn into False on a root)."""
+    """`fully_shard` with an explicit reshard policy (None would turn into False on a root).
+
+    Gradients are summed over the ranks, not averaged: losses are divided by global token counts beforehand.
+    `replicated` parameters stay whole on every rank, outside of FSDP; see `sum_replicated`.
+    """
     if not isinstance(reshard_after_forward, bool):
         raise PlanError(
             f"reshard_after_forward={reshard_after_forward!r}: gather extensions take true or false only",
             where="fsdp_config.reshard_after_forward",
         )
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy)
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        ignored_params=replicated,
+    )
+    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+def sum_replicated(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums the gradients of replicated parameters over all ranks, in place."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward reduces gradients over the ranks, or keeps them whole on each."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quaver.errors import ConfigError
+from quaver.errors import ConfigError, QuaverError
+
+T = TypeVar("T")
+COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+TIMEOUT = timedelta(minutes=10)
 
 
 def launched_world_size() -> int:
@@ -16,16 +24,53 @@ def launched_world_size() -> int:
 
 
 def init_world(device_type: str = "cpu") -> None:
-    """Starts the default process group once; with one process a gloo group over an in-memory store."""
+    """Starts the default process group once: torchrun's, or with one process one over an in-memory store."""
     if dist.is_initialized():
         return
+    library = COLLECTIVES.get(device_type, "gloo")
     if launched_world_size() > 1:
-        raise ConfigError(
-            "not supported: training on more than one rank is not part of this release",
-            where=f"WORLD_SIZE={launched_world_size()}",
-            remedy="start one process",
-        )
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(library, timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def leave_world() -> None:
+    """Ends the process group, if there is one; what still holds a group must have let go of it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank; 0 before the process group exists and without a launcher."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def on_rank_zero(make: Callable[[], T]) -> T:
+    """Runs `make` on rank 0 alone and gives its result to every rank; an error there is raised on all.
+
+    For decisions about the file system, which must be taken once.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except QuaverError as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]  # type: ignore[no-any-return]
+
+
+def gather_rows(row: torch.Tensor) -> torch.Tensor:
+    """[n] of each rank -> [ranks, n] in rank order, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return row.unsqueeze(0)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
 
 
 def shard_mesh(dp_shard_size: int | None, device_type: str = "cpu") -> DeviceMesh:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from quaver.backends import Orientation, QuantizedOperand
@@ -26,6 +25,7 @@ from quaver.distributed import (
 )
 from quaver.errors import StaleWeightError
 from quaver.low_precision.quantized import Physical, QuantizedWeightTensor, WeightSpec, check_master
+from quaver.low_precision.shard import Shard
 
 aten = torch.ops.aten
 
@@ -72,6 +72,7 @@ class WeightState:
     version: int = 0
     refreshes: int = 0  # after optimiser steps; the first quantisation is not one
     binding: FSDPBinding | None = None
+    shard: Shard | None = None
     source: torch.Tensor | None = None  # the plain master that the codes were derived from ...
     seen: int = 0  # ... and torch's version counter of it then: moved by writes through plain aliases
 
@@ -159,21 +160,18 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         return self.spec.recipe.weight_class.operand(self.physical, self.spec, orientation)
 
     @torch.no_grad()
-    def refresh(self, *, group: dist.ProcessGroup | None = None, after_step: bool = False) -> None:
+    def refresh(self, *, shard: Shard | None = None, after_step: bool = False) -> None:
         """Derives the codes from the master as it is now.
 
         Args:
-            group: the shard group, where a per-tensor scale must be one for all ranks.
+            shard: where this master's rows lie in the whole weight; its ranks then agree on shared scales.
             after_step: count it as a refresh that an optimiser step caused.
         """
-        amax = None
-        if group is not None and dist.get_world_size(group) > 1 and self.spec.kind == "dense":
-            amax = self.master.abs().amax().float()
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         state, master = self.state, self.master
-        state.physical = self.spec.recipe.weight_class.quantize_master(master, self.spec, amax)
+        state.physical = self.spec.recipe.weight_class.quantize_master(master, self.spec, shard)
         state.fresh_at = state.writes
         state.source, state.seen = (None, 0) if master.is_inference() else (master, master._version)
+        state.shard = shard
         state.version += 1
         state.refreshes += int(after_step)
 
@@ -193,7 +191,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], GatherMetadata]:
         """The physical tensors that this phase needs."""
         physical = self.physical
-        names = self.spec.recipe.weight_class.gather_fields(self.spec, context)
+        names = self.spec.recipe.weight_class.gather_fields(self.spec, context, self.state.shard)
         fields = {name: physical[name] for name in names}
         metadata = GatherMetadata(schema_of(fields), tuple(logical_shape), world_size, self.version)
         return tuple(fields.values()), metadata
@@ -203,7 +201,9 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     ) -> torch.Tensor:
         """The whole weight in flight."""
         weight_class = self.spec.recipe.weight_class
-        fields = weight_class.fold_gathered(check_outputs(outputs, metadata, self.fqn), self.spec)
+        fields = weight_class.fold_gathered(
+            check_outputs(outputs, metadata, self.fqn), self.spec, self.state.physical
+        )
         if out is None:
             return weight_class(fields, metadata.logical_shape, self.spec, [metadata.version])
         if not isinstance(out, QuantizedWeightTensor):

@@ -19,6 +19,7 @@ from quaver.low_precision.dense import Weight, low_precision_linear
 from quaver.low_precision.master import MasterWeight
 from quaver.low_precision.quantized import QuantizedWeightTensor, WeightSpec
 from quaver.low_precision.recipe import LowPrecisionPolicy, LowPrecisionRecipe
+from quaver.low_precision.shard import shard_of
 
 
 class LowPrecisionModule(nn.Module):
@@ -131,9 +132,7 @@ class LowPrecisionModule(nn.Module):
 
 def refresh_parameter(parameter: torch.Tensor, local: MasterWeight, *, after_step: bool = False) -> None:
     """Refreshes one weight; a per-tensor scale is agreed over the shard group of a DTensor."""
-    mesh = getattr(parameter, "device_mesh", None)
-    group = mesh.get_group(mesh.ndim - 1) if mesh is not None and mesh.size() > 1 else None
-    local.refresh(group=group, after_step=after_step)
+    local.refresh(shard=shard_of(parameter, local.fqn), after_step=after_step)
 
 
 class LowPrecisionLinear(LowPrecisionModule, nn.Linear):

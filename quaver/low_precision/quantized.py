@@ -17,7 +17,9 @@ import torch
 from quaver.backends import OperandError, Orientation, QuantizationRole, QuantizedOperand
 from quaver.distributed import FSDPGatherContext, GatherError
 from quaver.errors import StaleWeightError
+from quaver.formats import mxfp8
 from quaver.low_precision.recipe import LowPrecisionRecipe
+from quaver.low_precision.shard import Shard
 
 aten = torch.ops.aten
 Physical = dict[str, torch.Tensor]
@@ -80,13 +82,15 @@ class QuantizedWeightTensor(torch.Tensor):
 
     @classmethod
     def quantize_master(
-        cls, master: torch.Tensor, spec: WeightSpec, amax: torch.Tensor | None = None
+        cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None
     ) -> Physical:
         """Physical tensors of an FP32 master; one call of the backend with a weight role."""
         raise TypeError(f"{cls.__name__} is a base: quantise through one of its formats")
 
     @classmethod
-    def gather_fields(cls, spec: WeightSpec, context: FSDPGatherContext) -> tuple[str, ...]:
+    def gather_fields(
+        cls, spec: WeightSpec, context: FSDPGatherContext, shard: Shard | None = None
+    ) -> tuple[str, ...]:
         """Names of the physical tensors that a phase needs."""
         raise TypeError(f"{cls.__name__} is a base: gather through one of its formats")
 
@@ -96,8 +100,8 @@ class QuantizedWeightTensor(torch.Tensor):
         raise TypeError(f"{cls.__name__} is a base: select through one of its formats")
 
     @classmethod
-    def fold_gathered(cls, fields: Physical, spec: WeightSpec) -> Physical:
-        """Physical tensors of the whole weight from gathered ones."""
+    def fold_gathered(cls, fields: Physical, spec: WeightSpec, local: Physical) -> Physical:
+        """Physical tensors of the whole weight from gathered ones and the shard's own."""
         return fields
 
     # what all share ----------------------------------------------------------------------------------------
@@ -173,19 +177,47 @@ class MXFP8Tensor(QuantizedWeightTensor):
 
     @classmethod
     def quantize_master(
-        cls, master: torch.Tensor, spec: WeightSpec, amax: torch.Tensor | None = None
+        cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None
     ) -> Physical:
-        """Both directions in one call."""
+        """Both directions in one call; where shards cut column blocks, those take the whole blocks' scales.
+
+        Then `col_scale` holds all blocks of the whole weight and stays replicated: only codes are gathered.
+        """
+        if shard is not None and shard.cuts_blocks and spec.kind == "dense":
+            return cls._quantize_cut(master, spec, shard)
         last, before = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD).quantize_dual(master)
         row, col = (last, before) if spec.kind == "dense" else (before, last)
         return {"row_data": row.data, "row_scale": row.scale, "col_data": col.data, "col_scale": col.scale}
 
     @classmethod
-    def gather_fields(cls, spec: WeightSpec, context: FSDPGatherContext) -> tuple[str, ...]:
-        """One direction in a forward pass that reshards, else both."""
+    def _quantize_cut(cls, master: torch.Tensor, spec: WeightSpec, shard: Shard) -> Physical:
+        row = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD).quantize(master, orientation="row")
+        columns = spec.recipe.quantizer(QuantizationRole.WEIGHT_BWD)
+        first = shard.row0 // mxfp8.BLOCK
+        touched = columns.column_scales(master, row0=shard.row0)
+        scales = touched.new_zeros((-(-shard.total // mxfp8.BLOCK), master.shape[1]))
+        scales[first : first + touched.shape[0]] = touched
+        shard.maximum(scales)
+        codes = columns.quantize_columns(master, scales[first : first + touched.shape[0]], row0=shard.row0)
+        return {"row_data": row.data, "row_scale": row.scale, "col_data": codes, "col_scale": scales}
+
+    @classmethod
+    def gather_fields(
+        cls, spec: WeightSpec, context: FSDPGatherContext, shard: Shard | None = None
+    ) -> tuple[str, ...]:
+        """One direction in a forward pass that reshards, else both; replicated column scales are not sent."""
         if context.phase == "forward" and context.reshard_after_forward:
             return ("row_data", "row_scale") if spec.kind == "dense" else ("col_data", "col_scale")
+        if shard is not None and shard.cuts_blocks and spec.kind == "dense":
+            return cls.FIELDS[:3]
         return cls.FIELDS
+
+    @classmethod
+    def fold_gathered(cls, fields: Physical, spec: WeightSpec, local: Physical) -> Physical:
+        """Gathered codes take the replicated column scales that every rank holds already."""
+        if "col_data" in fields and "col_scale" not in fields:
+            return {**fields, "col_scale": local["col_scale"]}
+        return fields
 
     @classmethod
     def operand(cls, physical: Physical, spec: WeightSpec, orientation: Orientation) -> QuantizedOperand:
@@ -211,21 +243,27 @@ class HiF8Tensor(QuantizedWeightTensor):
 
     @classmethod
     def quantize_master(
-        cls, master: torch.Tensor, spec: WeightSpec, amax: torch.Tensor | None = None
+        cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None
     ) -> Physical:
-        """One call; `amax` is the shard group's maximum where a dense weight is sharded."""
+        """One call; a sharded dense weight takes the maximum of all its shards, so that its scale is one."""
+        amax = None
+        if shard is not None and spec.kind == "dense":
+            # a NaN would not survive every library's maximum; Inf gives the same scale, 1
+            amax = shard.maximum(master.abs().amax().float().nan_to_num(nan=torch.inf, posinf=torch.inf))
         operand = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD).quantize(
             master, orientation="row", amax=amax
         )
         return {"data": operand.data, "scale": operand.scale.reshape(-1)}
 
     @classmethod
-    def gather_fields(cls, spec: WeightSpec, context: FSDPGatherContext) -> tuple[str, ...]:
+    def gather_fields(
+        cls, spec: WeightSpec, context: FSDPGatherContext, shard: Shard | None = None
+    ) -> tuple[str, ...]:
         """The same both ways."""
         return cls.FIELDS
 
     @classmethod
-    def fold_gathered(cls, fields: Physical, spec: WeightSpec) -> Physical:
+    def fold_gathered(cls, fields: Physical, spec: WeightSpec, local: Physical) -> Physical:
         """A dense scale arrives once a rank; all must be equal."""
         if spec.kind == "grouped":
             return fields

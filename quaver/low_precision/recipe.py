@@ -95,6 +95,14 @@ class Quantizer:
             self.quantize(tensor, orientation="col", group_list=group_list) if col else None,
         )
 
+    def column_scales(self, tensor: torch.Tensor, *, row0: int) -> torch.Tensor:
+        """uint8 [touched blocks, K]: scales of the `col` blocks that rows from `row0` on touch, from these alone."""
+        return self.backend.column_scales(tensor, spec=self.spec, role=self.role, row0=row0)
+
+    def quantize_columns(self, tensor: torch.Tensor, scales: torch.Tensor, *, row0: int) -> torch.Tensor:
+        """uint8 codes [M, K] of these rows under the scales of the whole blocks."""
+        return self.backend.quantize_columns(tensor, scales, spec=self.spec, role=self.role, row0=row0)
+
 
 @dataclass(frozen=True)
 class LowPrecisionRecipe:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quaver.errors import PlanError
 
@@ -36,28 +37,34 @@ def build_adamw(
         PlanError: no parameter, one that is frozen, is not FP32, or appears twice (by name or as a tied
             tensor).
     """
-    decay: list[tuple[str, Tensor]] = []
-    no_decay: list[tuple[str, Tensor]] = []
+    # one kernel call takes tensors of one kind, so replicated (plain) ones stand apart from sharded ones
+    groups: dict[str, list[tuple[str, Tensor]]] = {
+        "decay": [], "no_decay": [], "decay_replicated": [], "no_decay_replicated": [],
+    }
+    members = list(named_parameters)
+    sharded = any(isinstance(parameter, DTensor) for _, parameter in members)
     seen_names: set[str] = set()
     seen_tensors: dict[Tensor, str] = {}  # Tensor hashes by identity
-    for fqn, parameter in named_parameters:
+    for fqn, parameter in members:
         _check(fqn, parameter, seen_names, seen_tensors)
         seen_names.add(fqn)
         seen_tensors[parameter] = fqn
-        (decay if parameter.ndim >= 2 else no_decay).append((fqn, parameter))
+        name = "decay" if parameter.ndim >= 2 else "no_decay"
+        if sharded and not isinstance(parameter, DTensor):
+            name += "_replicated"
+        groups[name].append((fqn, parameter))
     if not seen_names:
         raise PlanError(
             "The optimiser has no parameter to train.",
             where="model.freeze",
             remedy="Freeze fewer modules: at least one parameter must train.",
         )
-    groups = [
-        {"name": "decay", "params": decay, "weight_decay": weight_decay},
-        {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
+    named_groups = [
+        {"name": name, "params": held, "weight_decay": weight_decay if name.startswith("decay") else 0.0}
+        for name, held in groups.items()
+        if held
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
-    )
+    return torch.optim.AdamW(named_groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def _check(fqn: str, parameter: Tensor, names: set[str], tensors: dict[Tensor, str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quaver.data import Batch, Tokenizer
+from quaver.distributed import gather_rows
 from quaver.training.step import token_nats
 
 
@@ -36,14 +37,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def validate(model: nn.Module, batches: Iterable[Batch]) -> Validation:
-    """Summed over all windows first, divided once."""
-    nats, tokens, n_bytes = 0.0, 0, 0
+def validate(model: nn.Module, batches: Iterable[Batch], *, rank: int = 0, ranks: int = 1) -> Validation:
+    """Summed over all windows first, divided once; the ranks share the batches and sum in the batches' order."""
+    held = list(batches)
+    rounds = -(-len(held) // ranks)
+    mine = torch.zeros(rounds, dtype=torch.float64)
     with evaluating(model):
-        for batch in batches:
-            nats += float(token_nats(model, batch))
-            tokens += batch.labels.numel()
-            n_bytes += batch.n_bytes or 0
+        for turn in range(rounds):
+            # a forward pass takes all ranks, so one without a batch left runs the last one again, uncounted
+            batch = held[min(turn * ranks + rank, len(held) - 1)]
+            mine[turn] = token_nats(model, batch).double()
+    nats = 0.0
+    for value in gather_rows(mine).t().flatten().tolist()[: len(held)]:
+        nats += value
+    tokens = sum(batch.labels.numel() for batch in held)
+    n_bytes = sum(batch.n_bytes or 0 for batch in held)
     return Validation(nats / tokens, nats / math.log(2) / n_bytes if n_bytes else math.nan)
 
 

@@ -24,12 +24,14 @@ def encode_number(value: Any) -> Any:
 class MetricsWriter:
     """Appends one JSON object a line, flushed at once, so that a killed run keeps every finished step."""
 
-    def __init__(self, path: Path, tensorboard_dir: Path | None = None) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path | None, tensorboard_dir: Path | None = None) -> None:
+        self._file = path.open("a", encoding="utf-8") if path is not None else None
         self._board = _summary_writer(tensorboard_dir) if tensorboard_dir is not None else None
 
     def write(self, line: dict[str, Any]) -> None:
         """Writes one line; numbers go to TensorBoard as well where it is on."""
+        if self._file is None:
+            return
         encoded = {key: encode_number(value) for key, value in line.items()}
         self._file.write(json.dumps(encoded, ensure_ascii=False) + "\n")
         self._file.flush()
@@ -40,7 +42,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the file and the board."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -9,6 +9,7 @@ May import: data, models, optim, assembly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from torch import nn
 from quaver.assembly import Assembly
 from quaver.config import OptimizerConfig
 from quaver.data import Batch
+from quaver.distributed import gather_rows, set_gradient_sync, sum_replicated
 from quaver.optim import clip_, gradient_norm, learning_rate, warmup_steps_from_ratio
 
 
@@ -75,18 +77,51 @@ def train_step(
         lr: learning rate of this update.
         clip_norm: largest gradient norm; None does not clip.
     """
-    optimizer = assembly.optimizer
-    tokens = sum(batch.labels.numel() for batch in batches)
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        # tokens are counted before the backward, so that any split into micro-batches gives the same gradient
+    loss, tokens = accumulate(assembly, batches)
+    return update(assembly, loss, tokens, lr=lr, clip_norm=clip_norm)
+
+
+def accumulate(assembly: Assembly, batches: Sequence[Batch]) -> tuple[float, int]:
+    """Gradients of the global mean loss, summed over micro-batches and ranks; returns that loss and its tokens."""
+    counts = gather_rows(torch.tensor([batch.labels.numel() for batch in batches]))
+    tokens = int(counts.sum())
+    every = assembly.config.fsdp_config.reduce_every_micro_step
+    losses = []
+    held: dict[str, torch.Tensor] = {}  # replicated gradients, summed over ranks so far
+    for index, batch in enumerate(batches):
+        reduce = every or index == len(batches) - 1
+        set_gradient_sync(assembly.model, reduce)
+        # tokens are counted before the backward, so that any split over micro-batches and ranks, which sum
+        # their gradients, gives the same gradient
         loss = token_nats(assembly.model, batch) / tokens
         loss.backward()
-        total += loss.detach().double()
+        losses.append(loss.detach().double())
+        if reduce:
+            _reduce_replicated(assembly, held)
+    for fqn, parameter in assembly.replicated.items():
+        parameter.grad = held.get(fqn)
+    # the order of one process that runs the same micro-batches: micro-steps first, ranks within
+    total = 0.0
+    for value in gather_rows(torch.stack(losses)).t().flatten().tolist():
+        total += value
+    return total, tokens
 
+
+def _reduce_replicated(assembly: Assembly, held: dict[str, torch.Tensor]) -> None:
+    """Sums the new gradients of replicated weights over the ranks and adds them to those of earlier micro-steps."""
+    sum_replicated(assembly.replicated.values())
+    for fqn, parameter in assembly.replicated.items():
+        if parameter.grad is not None:
+            held[fqn] = held[fqn] + parameter.grad if fqn in held else parameter.grad
+            parameter.grad = None
+
+
+def update(assembly: Assembly, loss: float, tokens: int, *, lr: float, clip_norm: float | None) -> StepResult:
+    """One update from the gradients that are there, or none if a number is not finite; the same on every rank."""
+    optimizer = assembly.optimizer
     parameters = list(trainable(assembly.model))
     norm = gradient_norm(parameters)
-    finite = bool(torch.isfinite(norm) & torch.isfinite(total))
+    finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
     if finite:
         if clip_norm is not None:
             clip_(parameters, norm, clip_norm)
@@ -97,7 +132,7 @@ def train_step(
     else:
         assembly.router_bias.discard()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(total), float(norm), lr, tokens, skipped=not finite)
+    return StepResult(loss, float(norm), lr, tokens, skipped=not finite)
 
 
 def trainable(model: nn.Module) -> Iterable[nn.Parameter]:

@@ -17,7 +17,15 @@ import torch
 from quaver.assembly import Assembly, assemble, plan_on_meta
 from quaver.config import RunConfig, load_config
 from quaver.data import Loader, PreparedData, check_data, prepare_data, validation_batches
-from quaver.distributed import check_shard_size, init_world, launched_world_size, shard_mesh
+from quaver.distributed import (
+    check_shard_size,
+    gather_rows,
+    init_world,
+    launched_world_size,
+    on_rank_zero,
+    rank,
+    shard_mesh,
+)
 from quaver.errors import ConfigError, LedgerError, NonFiniteError, StaleWeightError
 from quaver.report import render_report
 from quaver.training.evaluate import Validation, continuation, validate
@@ -105,6 +113,7 @@ class Trainer:
         self.config = config
         self.observer = observer
         self.device = torch.device("cpu")
+        self.rank, self.ranks = 0, 1
         self.step = 0  # steps taken; a skipped one counts
         self.updates = 0  # successful ones: the schedule's clock
         self.tokens = 0
@@ -114,12 +123,17 @@ class Trainer:
 
     def run(self, out: str | os.PathLike[str] | None = None) -> RunResult:
         """Prepares, builds and trains; the folder is made once nothing but training can fail."""
-        check_run_folder(out)  # preparing a corpus may take minutes: a wrong --out is told before that
+        init_world(self.device.type)
+        self.rank, self.ranks = rank(), launched_world_size()
+        if self.rank:
+            self.observer = Silent()
+        # preparing a corpus may take minutes: a wrong --out is told before that
+        on_rank_zero(lambda: check_run_folder(out))
         self._prepare()
         # from the folder on, the first Ctrl-C leaves it complete
         with StopRequest(self.observer.on_message) as stop:
-            self.folder = create_run_folder(self.config.name, out)
-            write_config(self.folder, self.config)
+            self.folder = on_rank_zero(lambda: create_run_folder(self.config.name, out))
+            on_rank_zero(lambda: write_config(self.folder, self.config))
             try:
                 result = self._train(stop)
             except (LedgerError, NonFiniteError, StaleWeightError):
@@ -130,8 +144,8 @@ class Trainer:
 
     def _train(self, stop: StopRequest) -> RunResult:
         metrics = MetricsWriter(
-            self.folder / "metrics.jsonl",
-            self.folder / "tensorboard" if self.config.training.tensorboard else None,
+            self.folder / "metrics.jsonl" if self.rank == 0 else None,
+            self.folder / "tensorboard" if self.config.training.tensorboard and self.rank == 0 else None,
         )
         try:
             self._build()
@@ -140,14 +154,14 @@ class Trainer:
             metrics.close()
 
     def _write_report(self) -> None:
-        render_report([self.folder], self.folder / REPORT)
+        if self.rank == 0:
+            render_report([self.folder], self.folder / REPORT)
 
     def _prepare(self) -> None:
         config = self.config
         if config.training.num_threads is not None:
             torch.set_num_threads(config.training.num_threads)
-        planned = dry_run(config, launched_world_size())
-        init_world(self.device.type)
+        planned = dry_run(config, self.ranks)
         self.data = prepare_data(
             config.data,
             seed=config.seed,
@@ -159,6 +173,8 @@ class Trainer:
             seq_len=config.data.seq_len,
             micro_batch_size=config.training.micro_batch_size,
             seed=config.seed,
+            rank=self.rank,
+            world_size=self.ranks,
         )
 
     def _build(self) -> None:
@@ -171,17 +187,20 @@ class Trainer:
         self.assembly = assemble(config, mesh, self.device)
         self.sites = self.assembly.sites()
         parameters = sum(p.numel() for p in self.assembly.model.parameters())
-        write_json(self.folder / "replacement.json", self.assembly.replacements())
-        write_json(
-            self.folder / "environment.json",
-            environment(
-                config,
-                self.device,
-                parameters=parameters,
-                tokenizer={"name": self.data.tokenizer.name, "digest": self.data.tokenizer.digest},
-                frozen=self.assembly.frozen,
-            ),
-        )
+        if self.rank == 0:
+            write_json(self.folder / "replacement.json", self.assembly.replacements())
+            write_json(
+                self.folder / "environment.json",
+                environment(
+                    config,
+                    self.device,
+                    ranks=self.ranks,
+                    parameters=parameters,
+                    tokenizer={"name": self.data.tokenizer.name, "digest": self.data.tokenizer.digest},
+                    frozen=self.assembly.frozen,
+                    replicated=sorted(self.assembly.replicated),
+                ),
+            )
         self.observer.on_start(
             RunStart(
                 folder=self.folder,
@@ -193,7 +212,8 @@ class Trainer:
                 steps=self._last_step(),
                 tokens_per_step=config.training.micro_batch_size
                 * config.data.seq_len
-                * config.gradient_accumulation_steps,
+                * config.gradient_accumulation_steps
+                * self.ranks,
             )
         )
 
@@ -207,7 +227,7 @@ class Trainer:
         try:
             if every:
                 self._validate(metrics)
-            while self.step < last and not stop.requested:
+            while self.step < last and not self._stop_requested(stop):
                 result = self._one_step(metrics)
                 if self.step == 1 and not result.skipped:
                     self._check_ledger()
@@ -219,6 +239,10 @@ class Trainer:
             self._write_ledger()
         assert self.last_validation is not None
         return RunResult(self.folder, self.step, self.last_validation[1].loss, interrupted=self.step < last)
+
+    def _stop_requested(self, stop: StopRequest) -> bool:
+        """True on every rank as soon as one was asked to stop: all end after the same step."""
+        return bool(gather_rows(torch.tensor([stop.requested])).any())
 
     def _one_step(self, metrics: MetricsWriter) -> StepResult:
         config, start = self.config, time.perf_counter()
@@ -261,7 +285,7 @@ class Trainer:
             batch_size=training.micro_batch_size,
             count=training.validation_batches,
         )
-        result = validate(self.assembly.model, batches)
+        result = validate(self.assembly.model, batches, rank=self.rank, ranks=self.ranks)
         self.last_validation = (self.step, result)
         metrics.write({"step": self.step, "val_loss": result.loss, "val_bpb": result.bits_per_byte})
         samples = [
@@ -294,4 +318,5 @@ class Trainer:
             self._check_ledger()
         except LedgerError:
             ok = False  # the check itself has raised, or raises after this
-        write_json(self.folder / "ledger.json", self.assembly.ledger.to_json(ok=ok))
+        if self.rank == 0:
+            write_json(self.folder / "ledger.json", self.assembly.ledger.to_json(ok=ok))
