@@ -1,0 +1,145 @@
+"""What each rank does in the tests of several ranks: a short training, and what it left, as plain data.
+
+`train_case` trains as the trainer does. `reference_case` is one process that runs the micro-batches of all ranks and
+sums gradients in rank order: what several ranks must equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers.micro import FORMATS, MODEL, RULES
+
+from quaver.assembly import Assembly, assemble
+from quaver.config import load_config
+from quaver.data import Loader, prepare_data
+from quaver.distributed import local_tensor, shard_mesh
+from quaver.low_precision import MasterWeight
+from quaver.training.step import accumulate, scheduled_lr, token_nats, trainable, update
+
+
+def config_of(case: dict[str, Any]) -> Any:
+    """The micro run of a case: format, recompute, accumulation, and any other overrides."""
+    model = {**MODEL, **case.get("model", {})}
+    document = {
+        "name": "ranks",
+        "seed": 7,
+        "model": {"config_name_or_path": "deepseek_v3", "config_overrides": model},
+        "low_precision": FORMATS[case["format"]],
+        "plan_overrides": RULES,
+        "fsdp_config": {"reshard_after_forward": case.get("reshard", True)},
+        "gradient_checkpointing": {"activation_checkpoint": case.get("recompute", "off")},
+        "gradient_accumulation_steps": case.get("accumulation", 1),
+        "data": {"sources": [{"path": case["corpus"]}], "seq_len": 32, "cache_dir": case["cache"],
+                 "validation_fraction": 0.1},
+        "training": {"steps": 10, "micro_batch_size": case.get("batch", 2)},
+        # clipping is active: gradient norms of these runs are between 2 and 5
+        "optimizer": {"lr": 3e-3, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup_steps": 2}},
+    }
+    return load_config(document, case.get("overrides", []))
+
+
+def digests(assembly: Assembly) -> dict[str, str]:
+    """sha256 of each whole master; sharded ones are gathered."""
+    found = {}
+    for name, parameter in assembly.model.named_parameters():
+        local = local_tensor(parameter.detach())
+        plain = (local.master if isinstance(local, MasterWeight) else local).contiguous()
+        found[name] = hashlib.sha256(whole(parameter, plain).numpy().tobytes()).hexdigest()
+    return found
+
+
+def whole(parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """All rows of a parameter from every shard, in order; uneven shards are gathered by their own sizes."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.size(mesh.ndim - 1) == 1:
+        return plain
+    group = mesh.get_group(mesh.ndim - 1)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, plain, group=group)
+    return torch.cat(parts)
+
+
+def outcome(assembly: Assembly, losses: list[float], norms: list[float]) -> dict[str, Any]:
+    """Losses and norms as exact text, masters as digests, GEMM counts."""
+    return {
+        "losses": [loss.hex() for loss in losses],
+        "norms": [norm.hex() for norm in norms],
+        "masters": digests(assembly),
+        "gemms": sum(assembly.ledger.executed.values()),
+        "replicated": sorted(assembly.replicated),
+    }
+
+
+def train_case(case: dict[str, Any]) -> dict[str, Any]:
+    """A few steps on this rank's micro-batches."""
+    config = config_of(case)
+    assembly = assemble(config, shard_mesh(config.fsdp_config.dp_shard_size), torch.device("cpu"))
+    data = prepare_data(config.data, seed=config.seed)
+    loader = Loader(
+        data.train, seq_len=config.data.seq_len, micro_batch_size=config.training.micro_batch_size, seed=config.seed,
+        rank=dist.get_rank(), world_size=dist.get_world_size(),
+    )
+    losses, norms = [], []
+    for step in range(case.get("steps", 3)):
+        batches = [loader.next() for _ in range(config.gradient_accumulation_steps)]
+        loss, tokens = accumulate(assembly, batches)
+        lr = scheduled_lr(step, config.training.steps, config.optimizer)
+        result = update(assembly, loss, tokens, lr=lr, clip_norm=config.optimizer.clip_norm)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return outcome(assembly, losses, norms)
+
+
+def reference_case(case: dict[str, Any]) -> dict[str, Any]:
+    """One process: the micro-batches of `case["ranks"]` ranks, gradients summed in rank order."""
+    config = config_of({**case, "accumulation": 1})
+    ranks, micro_steps = case["ranks"], case.get("accumulation", 1)
+    assembly = assemble(config, shard_mesh(None), torch.device("cpu"))
+    data = prepare_data(config.data, seed=config.seed)
+    loader = Loader(
+        data.train, seq_len=config.data.seq_len, micro_batch_size=config.training.micro_batch_size, seed=config.seed
+    )
+    losses, norms = [], []
+    for step in range(case.get("steps", 3)):
+        batches = [[loader.next() for _ in range(ranks)] for _ in range(micro_steps)]
+        tokens = sum(batch.labels.numel() for row in batches for batch in row)
+        total, grads = 0.0, [[] for _ in range(micro_steps)]
+        for index, row in enumerate(batches):
+            for batch in row:
+                loss = token_nats(assembly.model, batch) / tokens
+                loss.backward()
+                total += loss.detach().double().item()
+                grads[index].append({n: p.grad for n, p in assembly.model.named_parameters() if p.grad is not None})
+                assembly.model.zero_grad(set_to_none=True)
+        for name, parameter in assembly.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = in_order([[g[name] for g in row] for row in grads], case.get("late", False))
+        lr = scheduled_lr(step, config.training.steps, config.optimizer)
+        result = update(assembly, total, tokens, lr=lr, clip_norm=config.optimizer.clip_norm)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    assert list(trainable(assembly.model))
+    return outcome(assembly, losses, norms)
+
+
+def in_order(grads: list[list[torch.Tensor]], late: bool) -> torch.Tensor:
+    """Sum over ranks in each micro-step, then over micro-steps; or over micro-steps on each rank first."""
+    rows = grads if not late else [list(column) for column in zip(*grads)]
+    total = None
+    for row in rows:
+        part = row[0]
+        for grad in row[1:]:
+            part = part + grad
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def key(case: dict[str, Any]) -> str:
+    """A readable id of a case."""
+    return json.dumps({k: v for k, v in case.items() if k not in ("corpus", "cache")}, sort_keys=True)
