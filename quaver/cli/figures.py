@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,24 +49,28 @@ class Tally:
 
     steps: int = 0
     total_steps: int = 0
-    seconds: float = 0.0
     skipped: int = 0
     last_validation: Validation | None = None
+    now: Callable[[], float] = time.monotonic
+    _began: float = field(default=0.0, repr=False)
     _tokens: int = field(default=0, repr=False)
     _window: float = field(default=0.0, repr=False)
 
     def add(self, result: StepResult, tokens_per_s: float) -> None:
         """One more step."""
         duration = result.tokens / tokens_per_s
+        if not self.steps:
+            self._began = self.now() - duration
         self.steps += 1
-        self.seconds += duration
         self.skipped += result.skipped
         self._tokens += result.tokens
         self._window += duration
 
     def time_left(self) -> str:
-        """From the mean duration of the steps so far."""
-        return clock((self.total_steps - self.steps) * self.seconds / self.steps) if self.steps else "-:--"
+        """From the mean time between steps so far, validations included."""
+        if not self.steps:
+            return "-:--"
+        return clock((self.total_steps - self.steps) * (self.now() - self._began) / self.steps)
 
     def speed(self) -> float | None:
         """Mean tokens per second since this was last asked, None before the first step."""

@@ -46,6 +46,7 @@ class ProgressView(View):
         )
         self._stage: tuple[str, TaskID] | None = None
         self._bar: TaskID | None = None
+        self._stopping = False
 
     def __enter__(self) -> ProgressView:
         return self
@@ -85,7 +86,8 @@ class ProgressView(View):
             f"loss {result.loss:.4f}  lr {result.lr:.1e}  {tokens_per_s:,.0f} tokens/s  "
             f"{self.tally.time_left()} left"
         )
-        self._training.update(self._task(), completed=step, figures=figures)
+        doing = "stopping" if self._stopping else "training"
+        self._training.update(self._task(), completed=step, figures=figures, description=doing)
 
     def on_validation(self, step: int, validation: Validation, samples: list[dict[str, str]]) -> None:
         """A line above the bar, and what the model continues the prompts with."""
@@ -99,8 +101,9 @@ class ProgressView(View):
 
     def on_message(self, message: str) -> None:
         """Shown by the bar's own thread: this runs in a signal handler, which may have cut into a print."""
+        self._stopping = True
         if self._bar is not None:
-            self._training.update(self._bar, description=message)
+            self._training.update(self._bar, description=message, figures="")
 
     def _task(self) -> TaskID:
         assert self._bar is not None, "on_start comes first"

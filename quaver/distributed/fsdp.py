@@ -95,7 +95,7 @@ class FSDPExtension:
             raise StaleWeightError(
                 "a quantised weight was sharded with fully_shard but never attached",
                 where=f"{type(module).__name__} of shape {tuple(outer_size)}",
-                remedy="after fully_shard, call quaver.attach(optimizer, model), or quaver.refresh(model) for inference",
+                remedy="call quaver.attach(optimizer, model) after fully_shard (quaver.refresh(model) to infer)",
             )
         tensors, metadata = self.pre_all_gather(binding.context(), outer_size, mesh.size())  # type: ignore[attr-defined]
         binding.announce_fields(tuple(sent.field for sent in metadata.sent))

@@ -242,6 +242,14 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         memo[id(self)] = copy
         return copy
 
+    def _view(self, master: torch.Tensor) -> MasterWeight:
+        """A view on (part of) the master: the whole shares the codes, a part knows whose writes it makes."""
+        whole = master.numel() == self.master.numel()
+        state, owner = (self.state, self.owner) if whole else (None, self.owner or self.state)
+        # a view of an ordinary tensor is an ordinary one in inference mode too
+        with torch.inference_mode(self.is_inference()):
+            return MasterWeight(master, self.spec, state, owner)
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["master"], self.spec
 
@@ -267,7 +275,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
             )
         if func in (aten.detach.default, aten.alias.default):
             # the same plain master, so that writes through either are seen by the one version counter
-            return MasterWeight(first.master, first.spec, first.state, first.owner)
+            return first._view(first.master)
         _count_writes(func, args, kwargs)
         plain_args, plain_kwargs = tree_map(
             lambda x: x.master if isinstance(x, MasterWeight) else x, (args, kwargs)
@@ -288,11 +296,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype is not torch.float32:
                 return tensor
-            if not view:
-                return MasterWeight(tensor, first.spec)
-            if tensor.numel() == first.master.numel():
-                return MasterWeight(tensor, first.spec, first.state, first.owner)
-            return MasterWeight(tensor, first.spec, None, first.owner or first.state)
+            return first._view(tensor) if view else MasterWeight(tensor, first.spec)
 
         return tree_map_only(torch.Tensor, wrap, result)
 

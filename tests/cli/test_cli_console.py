@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_the_start_line(view: tuple[Console, ProgressView]) -> None:
 
 def test_samples_are_neither_markup_nor_control(view: tuple[Console, ProgressView]) -> None:
     console, entered = view
-    sample = {"prompt": "def ", "text": "[red]f[/red](x):\n\treturn\x1b[2J \x07\x9b1m \u202e"}
+    sample = {"prompt": "[b]def[/b] ", "text": "[red]f[/red](x):\n\treturn\x1b[2J \x07\x9b1m \u202e"}
     entered.on_validation(0, Validation(5.5, 7.9), [sample])
     raw = text_of(console)
     assert "\x1b[2J" not in raw
@@ -62,26 +63,37 @@ def test_samples_are_neither_markup_nor_control(view: tuple[Console, ProgressVie
     assert "\x9b" not in raw
     assert "\u202e" not in raw
     lines = [line.strip("│ ") for line in ANSI.sub("", raw).splitlines()]
-    assert "def [red]f[/red](x):" in lines
+    assert "[b]def[/b] [red]f[/red](x):" in lines
     assert r"return\x1b[2J \x07\x9b1m \u202e" in lines
     assert any(line == "step     0   val loss 5.5000 nats/token   7.900 bits/byte   before training" for line in lines)
 
 
 def test_bar_skipped_steps_and_the_stop_message(view: tuple[Console, ProgressView]) -> None:
     console, entered = view
-    entered.on_step(1, StepResult(3.25, 1.0, 5e-4, 2048, skipped=False), 1024.0)
-    entered.on_step(2, StepResult(float("nan"), 1.0, 5e-4, 2048, skipped=True), 4096.0)
+    times = iter([10.0, 10.0, 10.5, 13.0, 15.0])  # the first step, of 2 s, ends at 10
+    entered.tally.now = lambda: next(times)
+
+    def step(number: int, loss: float, tokens_per_s: float) -> str:
+        result = StepResult(loss, 1.0, 5e-4, 2048, skipped=math.isnan(loss))
+        entered.on_step(number, result, tokens_per_s)
+        entered._training.refresh()
+        return ANSI.sub("", text_of(console))
+
+    step(1, 3.25, 1024.0)
+    assert "step     2   skipped: loss nan" in step(2, math.nan, 4096.0)
     entered.on_validation(2, Validation(3.0, 4.3), [])
+    shown = step(3, 3.0, 2048.0)
+    # 4096 tokens in 2 s and 0.5 s
+    assert "step     2   val loss 3.0000 nats/token   4.300 bits/byte   1,638 tokens/s   1 skipped" in shown
+    assert "3/4 loss 3.0000  lr 5.0e-04  2,048 tokens/s  0:02 left" in shown  # (13 - 8) s a step and a third
+    entered.on_validation(3, Validation(2.9, 4.2), [])  # its speed is that of the steps since the last one
     entered.on_message("stopping after this step")
     entered._training.refresh()
-    plain = ANSI.sub("", text_of(console))
-    assert "step     2   skipped: loss nan" in plain
-    # 4096 tokens in 2 s and 0.5 s
-    assert "step     2   val loss 3.0000 nats/token   4.300 bits/byte   1,638 tokens/s   1 skipped" in plain
-    assert "stopping after this step" in plain
-    assert "2/4" in plain
-    assert "0:02 left" in plain  # 2 steps of 1.25 s
-    assert (entered.bits_per_byte, entered.skipped_text) == (", 4.300 bits/byte", ", 1 skipped")
+    shown = ANSI.sub("", text_of(console))
+    assert "step     3   val loss 2.9000 nats/token   4.200 bits/byte   2,048 tokens/s   1 skipped" in shown
+    assert "\nstopping after this step" in shown.replace("\r", "\n")
+    assert "\nstopping ━" in step(4, 2.5, 2048.0).replace("\r", "\n")
+    assert (entered.bits_per_byte, entered.skipped_text) == (", 4.200 bits/byte", ", 1 skipped")
 
 
 def test_errors_on_a_terminal_and_in_a_pipe(

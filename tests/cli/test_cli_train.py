@@ -6,8 +6,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 Run = Callable[..., Any]
 Tiny = Callable[..., Path]
+Start = Callable[..., subprocess.Popen[str]]
 
 RUN_FILES = {
     "config.yaml", "environment.json", "ledger.json", "metrics.jsonl", "replacement.json", "report.html",
@@ -158,9 +160,22 @@ def test_what_a_library_prints_does_not_reach_the_document(
 # What a process does, seen from outside ------------------------------------------------------------------
 
 
-def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "quaver", "train", str(file), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """start(file, ...): a process that trains; one that hangs is killed, which no assertion survives."""
+    ends: list[Callable[[], object]] = []
+
+    def begin(file: Path, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "quaver", "train", str(file), *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        timer = threading.Timer(240, process.kill)
+        timer.start()
+        ends.extend([timer.cancel, process.kill, process.wait])
+        return process
+
+    yield begin
+    for end in ends:
+        end()
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
@@ -174,7 +189,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"{words!r} never came:\n{seen}")
 
 
-def test_stdout_is_one_document_and_stderr_has_no_noise(tiny: Tiny, home: Path) -> None:
+def test_stdout_is_one_document_and_stderr_has_no_noise(start: Start, tiny: Tiny, home: Path) -> None:
     process = start(tiny(), "--json", "training.steps=2")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -186,7 +201,7 @@ def test_stdout_is_one_document_and_stderr_has_no_noise(tiny: Tiny, home: Path) 
     assert "\x1b" not in err
 
 
-def test_ctrl_c_ends_after_the_step_with_the_folder_complete(tiny: Tiny, home: Path) -> None:
+def test_ctrl_c_ends_after_the_step_with_the_folder_complete(start: Start, tiny: Tiny, home: Path) -> None:
     process = start(tiny(), "--out", "run", "training.steps=100000", "training.validate_every=0")
     read_until(process, "step 10/")
     process.send_signal(signal.SIGINT)
@@ -205,7 +220,7 @@ def test_ctrl_c_ends_after_the_step_with_the_folder_complete(tiny: Tiny, home: P
     assert out.startswith(f"stopped after {len(steps)} steps: validation loss ")
 
 
-def test_a_second_ctrl_c_stops_at_once_with_130(tiny: Tiny, home: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once_with_130(start: Start, tiny: Tiny, home: Path) -> None:
     """One step of 3000 micro-steps would go on for long."""
     process = start(tiny(), "--out", "run", "gradient_accumulation_steps=3000", "training.validate_every=0")
     read_until(process, "parameters")

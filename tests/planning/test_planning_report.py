@@ -60,6 +60,15 @@ def test_parameters_counted_by_hand() -> None:
     assert report.low_precision_parameters == 3 * 64 * 64 + 3 * 96 * 64 + 2 * 6 * 3 * 32 * 64
 
 
+def test_a_bias_is_no_low_precision_parameter() -> None:
+    biased = config(
+        "model.config_overrides.attention_bias=true",
+        'plan_overrides.0.match=["model.layers.*.self_attn.o_proj"]',
+        "plan_overrides.1.match=model.layers.1.mlp.experts",
+    )
+    assert plan(biased).low_precision_parameters == 3 * 64 * 32 + 6 * 3 * 32 * 64
+
+
 def test_hits_in_the_order_of_the_rules() -> None:
     assert plan(config()).replacements == [
         {

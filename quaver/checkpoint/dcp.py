@@ -1,0 +1,171 @@
+"""torch's distributed checkpoint as this room uses it: tensors out, tensors in, and errors that name a cause.
+
+Each rank writes its shards to one .distcp file and reads only the rows that it needs, whatever ranks wrote them.
+Reading runs nothing that the folder brings: index.json is checked data, tensors go through torch's weights-only
+reader, and the pickled `.metadata`, which torch's own tools want, is not opened.
+May import: the room's files, ranks, index, views; errors.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from quaver.checkpoint.files import cannot_start, not_written, reason_of, write_durably
+from quaver.checkpoint.index import DTYPES, INDEX, Index, Piece, index_of
+from quaver.checkpoint.ranks import Ranks
+from quaver.checkpoint.views import View
+from quaver.errors import CheckpointError
+
+# saving ----------------------------------------------------------------------------------------------------
+
+
+class Writer(FileSystemWriter):
+    """torch's writer, one flushed file a rank; the first rank adds index.json."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called once, when all ranks have written."""
+        super().finish(metadata, results)
+        write_durably(Path(self.path) / INDEX, index_of(metadata).to_bytes())
+
+
+def write_tensors(tree: dict[str, View], folder: Path, ranks: Ranks) -> None:
+    """Writes all tensors into an empty folder; all ranks together.
+
+    Raises:
+        CheckpointError: on all ranks, if any could not write.
+    """
+    with _dcp_errors(lambda cause: not_written(folder, cause)), _quiet(ranks):
+        torch_dcp.save(
+            tree, storage_writer=Writer(folder), process_group=ranks.group, no_dist=not ranks.initialised
+        )
+
+
+def start_writing(tree: dict[str, View], folder: Path, ranks: Ranks) -> Future[Any]:
+    """Copies all tensors, then writes them in a thread of its own; wait with `finish_writing`.
+
+    Args:
+        ranks: of a group that nothing else uses meanwhile, since the thread runs collectives on it.
+    """
+    with _dcp_errors(lambda cause: not_written(folder, cause)), _quiet(ranks):
+        return cast(
+            "Future[Any]",
+            torch_dcp.async_save(
+                tree, storage_writer=Writer(folder), process_group=ranks.group, no_dist=not ranks.initialised
+            ),
+        )
+
+
+def finish_writing(future: Future[Any], folder: Path) -> None:
+    """Waits for `start_writing`; raises as `write_tensors` does."""
+    with _dcp_errors(lambda cause: not_written(folder, cause)):
+        future.result()
+
+
+# loading ---------------------------------------------------------------------------------------------------
+
+
+class Reader(FileSystemReader):
+    """torch's reader, with metadata that was read and checked before, and pieces held to their description."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        super().__init__(folder)
+        self.index = index
+
+    def read_metadata(self) -> Metadata:
+        """From index.json; `.metadata` is a pickle, and is not opened."""
+        return self.index.to_metadata()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Reads each piece once and copies the rows that this rank wants."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._piece(item).file, []).append(item)
+        for name, items in by_file.items():
+            with (Path(self.path) / name).open("rb") as file:
+                for item in sorted(items, key=lambda item: self._piece(item).start):
+                    self._read(file, item, planner)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _piece(self, item: ReadItem) -> Piece:
+        return cast(Piece, self.storage_data[item.storage_index])
+
+    def _read(self, file: io.BufferedReader, item: ReadItem, planner: LoadPlanner) -> None:
+        piece, key = self._piece(item), item.storage_index.fqn
+        file.seek(piece.start)
+        stored = torch.load(io.BytesIO(file.read(piece.length)), map_location="cpu", weights_only=True)
+        dtype = DTYPES[self.index.tensors[key].dtype]
+        fits = type(stored) is torch.Tensor and list(stored.shape) == piece.sizes and stored.dtype is dtype
+        if not fits:
+            raise ValueError(
+                f"{key} in {piece.file} is not the {dtype} piece of shape {piece.sizes} of the index"
+            )
+        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+            stored = stored.narrow(dimension, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(stored)
+        planner.commit_tensor(item, target)
+
+
+def read_tensors(tree: dict[str, View], folder: Path, index: Index, ranks: Ranks) -> None:
+    """Reads the rows that this rank holds of every tensor of the tree into its storage; all ranks together.
+
+    Raises:
+        CheckpointError: exit code 2, on all ranks, if any could not read.
+    """
+    with _dcp_errors(lambda cause: _not_read(folder, cause)), _quiet(ranks):
+        torch_dcp.load(
+            cast("dict[str, Any]", tree),
+            storage_reader=Reader(folder, index),
+            process_group=ranks.group,
+            no_dist=not ranks.initialised,
+        )
+
+
+def _not_read(folder: Path, cause: BaseException) -> CheckpointError:
+    named = getattr(cause, "filename", None)
+    return cannot_start(f"the checkpoint could not be read: {reason_of(cause)}", where=str(named or folder))
+
+
+# both ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _dcp_errors(named: Callable[[BaseException], CheckpointError]) -> Iterator[None]:
+    """Turns what torch raises (no Exception, and with a traceback for each rank) into the room's own error."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [pair[0] for _, pair in sorted(error.failures.items())]
+        for cause in causes:
+            if not isinstance(cause, Exception):
+                raise cause from error  # Ctrl-C stays what it is
+        raise named(causes[0] if causes else error) from error
+    except (OSError, RuntimeError) as error:
+        raise named(error) from error
+
+
+@contextmanager
+def _quiet(ranks: Ranks) -> Iterator[None]:
+    """Without torch.distributed torch warns that it assumes one process, which is what is meant."""
+    if ranks.initialised:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,195 @@
+"""The checkpoints of a run: all ranks save together, at once or beside the training, and fail together.
+
+What a save does to the folder, in which order and why, is in publish.py.
+May import: the room's files, errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quaver.checkpoint.dcp import finish_writing, start_writing, write_tensors
+from quaver.checkpoint.files import not_written, write_durably
+from quaver.checkpoint.find import Found, find_latest, step_name
+from quaver.checkpoint.manifest import FileEntry, Manifest, describe_files
+from quaver.checkpoint.publish import Phase, SaveSteps
+from quaver.checkpoint.ranks import Ranks
+from quaver.checkpoint.state import STATE, RankRecord, RunRecord, TrainState, rank_file
+from quaver.checkpoint.views import MODEL, OPTIM, model_view, optimizer_view, settle
+from quaver.errors import CheckpointError
+
+
+class CheckpointManager:
+    """Saves, finds and deletes the checkpoints of one run. Every method but `close` is called by all ranks together.
+
+    Args:
+        folder: the run's checkpoints folder; made if it is not there.
+        keep: newest checkpoints that are kept.
+        asynchronous: write beside the training. At most one save is in flight; its error comes up at the next
+            `poll`, `save`, `wait` or `close`.
+        on_phase: told (step, phase) on the first rank, just before each phase begins; from the writing thread
+            where saves are asynchronous.
+        on_message: told what is worth a line, on the first rank.
+
+    Raises:
+        CheckpointError: the folder cannot be made, or leftovers of a crash cannot be removed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        asynchronous: bool = False,
+        on_phase: Callable[[int, Phase], None] | None = None,
+        on_message: Callable[[str], None] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep {keep}: at least one checkpoint is kept")
+        self.folder = Path(folder)
+        self._steps = SaveSteps(self.folder, keep, on_phase or _ignore, on_message or _ignore)
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        # groups of their own: saves run beside the training's collectives, and agreeing runs beside saves
+        self._groups = (
+            [dist.new_group(backend="gloo") for _ in range(2 if asynchronous else 1)] if several else []
+        )
+        self._ranks = Ranks(self._groups[0] if several else None)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._pending: Future[Path] | None = None
+        self._saved: Path | None = None
+        self._ranks.first_does(self._steps.clean)
+
+    # saving ------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: TrainState) -> Path:
+        """Saves the run as it is after `step` steps; returns where the checkpoint is, or will be.
+
+        Saving a step again that this manager has just saved does nothing.
+
+        Raises:
+            CheckpointError: on all ranks; the checkpoints before this one are untouched. With `asynchronous`,
+                the error of the save before.
+        """
+        self.wait()
+        final = self.folder / step_name(step)
+        if self._saved == final:
+            return final
+        run, rank = RunRecord.of(state, step, self._ranks.size), RankRecord.of(state)
+        settle(state.model)
+        tree = {MODEL: model_view(state.model), OPTIM: optimizer_view(state.model, state.optimizer)}
+        partial = self._ranks.first_does(lambda: self._steps.start(step))
+        try:
+            self._ranks.all_do(lambda: self._write_records(partial, run, rank))
+            if self._executor is None:
+                write_tensors(tree, partial, self._ranks)
+                self._saved = self._finish(partial, run)
+                return final
+            future = start_writing(tree, partial, self._ranks)
+        except CheckpointError:
+            self._drop(partial)
+            raise
+        self._pending = self._executor.submit(self._finish_later, future, partial, run)
+        return final
+
+    def poll(self) -> None:
+        """Once a step: raises the error of an asynchronous save that has ended; does not wait for one that has not."""
+        if self._pending is None:
+            return
+        ended = torch.tensor(int(self._pending.done()))
+        if len(self._groups) > 1:  # the same answer on all ranks, so that they go on or end together
+            dist.all_reduce(ended, op=dist.ReduceOp.MIN, group=self._groups[1])
+        if bool(ended):
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for a save in flight; raises its error."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._saved = pending.result()
+
+    def close(self) -> None:
+        """Waits for a save in flight, raises its error, and lets go of threads and process groups."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+            for group in self._groups if dist.is_initialized() else []:
+                dist.destroy_process_group(group)
+            self._groups.clear()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # finding -----------------------------------------------------------------------------------------------
+
+    def find_latest(self) -> Found | None:
+        """The newest whole checkpoint of this run, as `quaver.checkpoint.find_latest`."""
+        self.wait()
+        return find_latest(self.folder, self._ranks)
+
+    def protect(self, path: Path) -> None:
+        """Never delete this checkpoint: another run may be loading from it."""
+        self._steps.protected.add(Path(path).resolve())
+
+    # the steps of a save -----------------------------------------------------------------------------------
+
+    def _write_records(self, partial: Path, run: RunRecord, rank: RankRecord) -> None:
+        try:
+            write_durably(partial / rank_file(self._ranks.rank), rank.to_bytes())
+            if self._ranks.first:
+                write_durably(partial / STATE, run.to_bytes())
+        except OSError as error:
+            raise not_written(partial, error) from error
+
+    def _finish_later(self, writing: Future[Any], partial: Path, run: RunRecord) -> Path:
+        try:
+            finish_writing(writing, partial)
+        except CheckpointError:
+            self._drop(partial)
+            raise
+        return self._finish(partial, run)
+
+    def _finish(self, partial: Path, run: RunRecord) -> Path:
+        """From flushed tensors to a checkpoint; ranks share the digesting, the first does the rest."""
+        if self._ranks.first:
+            self._steps.tell_phase(run.step, "manifest")
+        try:
+            names = self._ranks.first_does(lambda: sorted(path.name for path in partial.iterdir()))
+            shares = self._ranks.all_do(lambda: _describe(partial, self._ranks.share(names)))
+            files = {name: entry for share in shares for name, entry in share.items()}
+            return self._ranks.first_does(lambda: self._steps.publish(partial, _manifest(run, files)))
+        except CheckpointError:
+            self._drop(partial)
+            raise
+
+    def _drop(self, partial: Path) -> None:
+        if self._ranks.first:
+            self._steps.drop(partial)
+
+
+def _ignore(*_: Any) -> None:
+    """Nobody listens."""
+
+
+def _manifest(run: RunRecord, files: dict[str, FileEntry]) -> Manifest:
+    return Manifest(step=run.step, world_size=run.world_size, recipe=run.recipe, files=files)
+
+
+def _describe(folder: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+    try:
+        return describe_files(folder, names)
+    except OSError as error:
+        raise not_written(folder, error) from error
