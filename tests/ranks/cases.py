@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from helpers.micro import FORMATS, MODEL, RULES
 from quaver.assembly import Assembly, assemble
 from quaver.config import load_config
 from quaver.data import Loader, prepare_data
-from quaver.distributed import local_tensor, shard_mesh
+from quaver.distributed import PARAMS_BF16, FSDPGatherContext, local_tensor, reshard_all, shard_mesh, shard_module
+from quaver.distributed.fsdp import fsdp_modules
 from quaver.low_precision import MasterWeight
 from quaver.training.step import accumulate, scheduled_lr, token_nats, trainable, update
 
@@ -43,13 +45,13 @@ def config_of(case: dict[str, Any]) -> Any:
     return load_config(document, case.get("overrides", []))
 
 
-def digests(assembly: Assembly) -> dict[str, str]:
-    """sha256 of each whole master; sharded ones are gathered."""
+def whole_masters(assembly: Assembly) -> dict[str, torch.Tensor]:
+    """Each whole FP32 master; sharded ones are gathered."""
     found = {}
     for name, parameter in assembly.model.named_parameters():
         local = local_tensor(parameter.detach())
         plain = (local.master if isinstance(local, MasterWeight) else local).contiguous()
-        found[name] = hashlib.sha256(whole(parameter, plain).numpy().tobytes()).hexdigest()
+        found[name] = whole(parameter, plain)
     return found
 
 
@@ -64,14 +66,24 @@ def whole(parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def outcome(assembly: Assembly, losses: list[float], norms: list[float]) -> dict[str, Any]:
-    """Losses and norms as exact text, masters as digests, GEMM counts."""
+def outcome(assembly: Assembly, losses: list[float], norms: list[float], save: str | None) -> dict[str, Any]:
+    """Losses and norms as exact text, masters as digests (and in a file), GEMM counts, and what ranks agree on."""
+    masters = whole_masters(assembly)
+    digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in masters.items()}
+    if save is not None and dist.get_rank() == 0:
+        torch.save(masters, save)
+    replicas: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, digests)
+    kept = [assembly.model.state_dict()[fqn] for fqn in assembly.replicated]
     return {
         "losses": [loss.hex() for loss in losses],
         "norms": [norm.hex() for norm in norms],
-        "masters": digests(assembly),
+        "masters": digests,
         "gemms": sum(assembly.ledger.executed.values()),
+        "ledger_ok": assembly.policy is None or not assembly.ledger.differences(assembly.sites()),
         "replicated": sorted(assembly.replicated),
+        "replicas_equal": all(other == digests for other in replicas),
+        "plain_keys": all(type(t) is torch.Tensor and t.dtype is torch.float32 for t in kept),
     }
 
 
@@ -92,7 +104,7 @@ def train_case(case: dict[str, Any]) -> dict[str, Any]:
         result = update(assembly, loss, tokens, lr=lr, clip_norm=config.optimizer.clip_norm)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    return outcome(assembly, losses, norms)
+    return outcome(assembly, losses, norms, case.get("save"))
 
 
 def reference_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +136,7 @@ def reference_case(case: dict[str, Any]) -> dict[str, Any]:
         losses.append(result.loss)
         norms.append(result.grad_norm)
     assert list(trainable(assembly.model))
-    return outcome(assembly, losses, norms)
+    return outcome(assembly, losses, norms, case.get("save"))
 
 
 def in_order(grads: list[list[torch.Tensor]], late: bool) -> torch.Tensor:
@@ -143,3 +155,128 @@ def in_order(grads: list[list[torch.Tensor]], late: bool) -> torch.Tensor:
 def key(case: dict[str, Any]) -> str:
     """A readable id of a case."""
     return json.dumps({k: v for k, v in case.items() if k not in ("corpus", "cache")}, sort_keys=True)
+
+
+def gathered_case(case: dict[str, Any]) -> dict[str, Any]:
+    """A linear layer of 2 * rows rows over two ranks: what is gathered, against the whole weight quantised."""
+    import quaver
+    from quaver.low_precision import quantised_weights
+
+    low = quaver.LowPrecisionConfig(**FORMATS[case["format"]])
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(case["columns"], 2 * case["rows"], bias=False))
+    with torch.no_grad():  # columns of very different size, so that shared scales matter
+        model[0].weight.mul_(torch.logspace(-6, 3, case["columns"], base=2.0))
+        model[0].weight[: case["rows"]].mul_(0.01)
+    whole_model = torch.nn.Sequential(torch.nn.Linear(case["columns"], 2 * case["rows"], bias=False))
+    whole_model.load_state_dict(model.state_dict())
+    rule = quaver.ReplacementRule("0", torch.nn.Linear, "low_precision_linear")
+    for net in (model, whole_model):
+        quaver.quantize_modules(net, low, plan=[rule])
+    shard_module(model, shard_mesh(None), reshard_after_forward=False, mp_policy=PARAMS_BF16)
+    quaver.refresh(model)
+    x = torch.randn(64, case["columns"], generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    model.unshard()
+    y = model[0](x)
+    held = dict(model[0].weight.physical)
+    wanted = whole_model[0].weight.physical
+    equal = held.keys() == wanted.keys() and all(torch.equal(held[k], wanted[k]) for k in wanted)
+    y_whole = whole_model[0](x)
+    (g,) = torch.autograd.grad(y.float().square().sum(), x)
+    (g_whole,) = torch.autograd.grad(y_whole.float().square().sum(), x)
+    model.reshard()
+    (_, local), = quantised_weights(model).values()
+    sent = {s.field for s in local.pre_all_gather(FSDPGatherContext("backward", True, "a"), x.shape, 2)[1].sent}
+    return {
+        "equal": equal,
+        "outputs_equal": torch.equal(y, y_whole) and torch.equal(g, g_whole),
+        "cut": "col_data" in sent and "col_scale" not in sent,
+    }
+
+
+def train_or_refuse(case: dict[str, Any]) -> dict[str, Any]:
+    """As `train_case`, or the error that refused the shards."""
+    from quaver.errors import QuaverError
+
+    try:
+        return train_case(case)
+    except QuaverError as error:
+        return {"error": str(error)}
+
+
+def bytes_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that the collectives of one forward and backward take in, against those computed from the schemas."""
+    config = config_of(case)
+    assembly = assemble(config, shard_mesh(None), torch.device("cpu"))
+    data = prepare_data(config.data, seed=config.seed)
+    batch = Loader(data.train, seq_len=32, micro_batch_size=2, seed=7, rank=dist.get_rank(), world_size=2).next()
+    events = record_gathers()
+    token_nats(assembly.model, batch)  # builds torch's buffers
+    reshard_all(assembly.model)
+    events.clear()
+    loss = token_nats(assembly.model, batch)
+    forward = list(events)
+    groups = [g for m in fsdp_modules(assembly.model) for g in m._get_fsdp_state()._fsdp_param_groups]
+    freed = all(o.untyped_storage().size() == 0 for g in groups[1:] for p in g.fsdp_params for o in p.all_gather_outputs)
+    events.clear()
+    loss.backward()
+    computed = {phase: sorted(computed_bytes(groups, phase, case["reshard"])) for phase in ("forward", "backward")}
+    local = [t for p in assembly.model.parameters() if isinstance(local_tensor(p), MasterWeight)
+             for t in local_tensor(p).physical.values()]
+    return {
+        "gathers": {"forward": sorted(forward), "backward": sorted(events)},
+        "computed": computed,
+        "high_precision_of_planned": [
+            p._param_fqn for g in groups for p in g.fsdp_params
+            if isinstance(p._sharded_local_tensor, MasterWeight)
+            and any(o.dtype is not torch.uint8 and o.numel() > 64 for o in p.all_gather_outputs)
+        ],
+        "freed_after_forward": freed,
+        "local_alive": all(t.untyped_storage().size() > 0 for t in local),
+    }
+
+
+def record_gathers() -> list[int]:
+    """Bytes that this rank puts into each all-gather, taken from the collective's own arguments."""
+    events: list[int] = []
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
+
+    original = collectives.DefaultAllGather.__call__
+
+    def recorded(self, output_tensor, input_tensor, group, async_op=False):
+        events.append(input_tensor.numel() * input_tensor.element_size())
+        return original(self, output_tensor, input_tensor, group, async_op)
+
+    collectives.DefaultAllGather.__call__ = recorded
+    return events
+
+
+def computed_bytes(groups: list[Any], phase: str, reshard: bool) -> list[int]:
+    """Bytes a rank sends in each group's gather, from shapes: codes and scales of planned weights, BF16 or FP32 else."""
+    if phase == "backward" and not reshard:
+        return []  # still gathered from forward
+    sizes = []
+    for group in groups:
+        total = 0
+        for param in group.fsdp_params:
+            local = param._sharded_local_tensor
+            if not isinstance(local, MasterWeight):
+                numel = math.prod(param.padded_sharded_param_size)
+                total += numel * (param.param_dtype or torch.float32).itemsize
+                continue
+            codes, blocks = local.master.numel(), local.master.numel() // 32
+            if local.spec.recipe.format == "hif8":
+                scales = 4 * (local.master.shape[0] if local.spec.kind == "grouped" else 1)
+                total += codes + scales
+            elif phase == "forward" and reshard:
+                axis = local.master.shape[-1]
+                total += codes + codes // axis * -(-axis // 32)
+            else:
+                rows, axis = local.master.shape[-2:]
+                one = codes // axis * -(-axis // 32)
+                other = codes // rows * -(-rows // 32)
+                cut = local.spec.kind == "dense" and rows % 32 != 0
+                total += 2 * codes + one + (0 if cut else other)
+            assert blocks
+        sizes.append(total)
+    return sizes
