@@ -48,7 +48,11 @@ def examine() -> dict[str, Any]:
 
 def _versions() -> list[dict[str, Any]]:
     package = distribution("quaver")
-    wanted = {r.name: ",".join(sorted(map(str, r.specifier), reverse=True)) for r in map(Requirement, package.requires or ()) if r.marker is None}
+    wanted = {
+        r.name: ",".join(sorted(map(str, r.specifier), reverse=True))
+        for r in map(Requirement, package.requires or ())
+        if r.marker is None
+    }
     wanted["python"] = package.metadata["Requires-Python"]
     found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     return [

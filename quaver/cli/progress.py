@@ -58,7 +58,10 @@ class ProgressView(View):
         self._training.stop()
 
     def on_stage(self, stage: str, done: int, total: int | None) -> None:
-        """A new bar when a stage begins; without a total it pulses."""
+        """A new bar when a stage begins; without a total it pulses. Later, the training bar says it."""
+        if self._bar is not None:
+            self._training.update(self._bar, description=self._doing(stage))
+            return
         self._preparing.start()
         if self._stage is None or self._stage[0] != stage:
             if self._stage is not None:
@@ -86,11 +89,13 @@ class ProgressView(View):
             f"loss {result.loss:.4f}  lr {result.lr:.1e}  {tokens_per_s:,.0f} tokens/s  "
             f"{self.tally.time_left()} left"
         )
-        doing = "stopping" if self._stopping else "training"
-        self._training.update(self._task(), completed=step, figures=figures, description=doing)
+        self._training.update(
+            self._task(), completed=step, figures=figures, description=self._doing("training")
+        )
 
     def on_validation(self, step: int, validation: Validation, samples: list[dict[str, str]]) -> None:
         """A line above the bar, and what the model continues the prompts with."""
+        self._training.update(self._task(), description=self._doing("training"))
         self.console.print(Text(self.tally.validation_line(step, validation), style="bold green"))
         for sample in samples:
             text = Text(printable(sample["prompt"], keep="\n\t"), style="bold")
@@ -104,6 +109,9 @@ class ProgressView(View):
         self._stopping = True
         if self._bar is not None:
             self._training.update(self._bar, description=message, figures="")
+
+    def _doing(self, what: str) -> str:
+        return "stopping" if self._stopping else what
 
     def _task(self) -> TaskID:
         assert self._bar is not None, "on_start comes first"

@@ -34,7 +34,7 @@ class Observer(Protocol):
     """Listens to a run; called on the training thread, so it should return at once."""
 
     def on_stage(self, stage: str, done: int, total: int | None) -> None:
-        """Preparation: reading, tokenising, building."""
+        """What goes on beside the steps: reading, tokenising, building, validating."""
 
     def on_start(self, start: RunStart) -> None:
         """The first step is about to begin."""

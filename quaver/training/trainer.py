@@ -278,6 +278,7 @@ class Trainer:
     def _validate(self, metrics: MetricsWriter) -> None:
         if self.last_validation is not None and self.last_validation[0] == self.step:
             return
+        self.observer.on_stage("validating", 0, None)
         training, seq_len = self.config.training, self.config.data.seq_len
         batches = validation_batches(
             self.data.validation,

@@ -162,7 +162,9 @@ def test_tensorboard_that_is_not_installed(
     assert files_below(home) == {}
 
 
-@pytest.mark.parametrize("arguments", [("train",), ("trian",), ("plan", "x.yaml", "--world-size", "0"), ("bench",)])
+@pytest.mark.parametrize(
+    "arguments", [("train",), ("trian",), ("plan", "x.yaml", "--world-size", "0"), ("bench",)]
+)
 def test_usage_errors(quaver: Run, arguments: tuple[str, ...]) -> None:
     """Wrong usage exits with 2; verbs of later releases are unknown ones."""
     ended = quaver(*arguments)

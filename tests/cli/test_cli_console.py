@@ -65,7 +65,10 @@ def test_samples_are_neither_markup_nor_control(view: tuple[Console, ProgressVie
     lines = [line.strip("│ ") for line in ANSI.sub("", raw).splitlines()]
     assert "[b]def[/b] [red]f[/red](x):" in lines
     assert r"return\x1b[2J \x07\x9b1m \u202e" in lines
-    assert any(line == "step     0   val loss 5.5000 nats/token   7.900 bits/byte   before training" for line in lines)
+    assert any(
+        line == "step     0   val loss 5.5000 nats/token   7.900 bits/byte   before training"
+        for line in lines
+    )
 
 
 def test_bar_skipped_steps_and_the_stop_message(view: tuple[Console, ProgressView]) -> None:
@@ -135,7 +138,9 @@ def test_only_the_known_noise_is_dropped(caplog: pytest.LogCaptureFixture) -> No
         logger.addHandler(caplog.handler)
     torchao.warning("Failed to load %s: %s", "/x/site-packages/torchao/_C_mxfp8.cpython-310.so", "no")
     torchao.warning("Failed to load the model")
-    pytree.warning("<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch.compile")
+    pytree.warning(
+        "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch.compile"
+    )
     pytree.warning("something else about <enum 'KernelPreference'>")
     for logger in (torchao, pytree):
         logger.removeHandler(caplog.handler)

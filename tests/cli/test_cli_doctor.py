@@ -34,7 +34,10 @@ def test_the_document(quaver: Run, tmp_path: Path) -> None:
 
     for name, backend in backends.items():
         assert [one["id"] for one in backend["recipes"]] == list(RECIPES)
-        assert all(("not part of this release" in one["needs"]) == (name != "reference") for one in backend["recipes"])
+        assert all(
+            ("not part of this release" in one["needs"]) == (name != "reference")
+            for one in backend["recipes"]
+        )
         assert all((one["remedy"] is None) == (name == "reference") for one in backend["recipes"])
     assert document["default_corpus"]["files"] > 500
     assert document["default_corpus"]["ok"] is True
@@ -82,7 +85,9 @@ def test_help_needs_no_torch_and_is_quick(home: Path) -> None:
     seconds = []
     for _ in range(5):
         began = time.monotonic()
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        )
         seconds.append(time.monotonic() - began)
         assert ended.returncode == 0, ended.stderr
         assert "Usage: quaver" in ended.stdout

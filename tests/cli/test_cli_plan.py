@@ -67,7 +67,9 @@ def test_the_16b_model_within_60_s_and_2_gib() -> None:
     assert (document["memory_per_rank"], document["communication"], document["flops"]) == ({}, [], {})
     # 8 ranks: kv_a has 3136 / 8 = 392 rows each and layer 0's gate and up 10944 / 8 = 1368, which cut blocks
     # of 32; the shared experts' 2816 / 8 = 352 do not
-    exact = {shard["fqn"]: shard["rows_per_rank"] for shard in document["shards"] if shard["verdict"] == "exact"}
+    exact = {
+        shard["fqn"]: shard["rows_per_rank"] for shard in document["shards"] if shard["verdict"] == "exact"
+    }
     assert exact == {
         **{f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight": 392 for i in LAYERS},
         "model.layers.0.mlp.gate_proj.weight": 1368,
@@ -129,7 +131,11 @@ def test_strict_tiles_print_everything_and_then_exit_with_2(quaver: Run) -> None
 def test_ranks(quaver: Run, tiny: Tiny) -> None:
     """--world-size, else dp_shard_size, else 1; what dp_shard_size does not divide is an error."""
     worlds = []
-    for arguments in ((), ("fsdp_config.dp_shard_size=2",), ("fsdp_config.dp_shard_size=2", "--world-size", "4")):
+    for arguments in (
+        (),
+        ("fsdp_config.dp_shard_size=2",),
+        ("fsdp_config.dp_shard_size=2", "--world-size", "4"),
+    ):
         document = json.loads(quaver("plan", tiny(), *arguments, "--json").out)
         worlds.append((document["world_size"], document["shard_size"]))
     assert worlds == [(1, 1), (2, 2), (4, 2)]
@@ -139,7 +145,9 @@ def test_ranks(quaver: Run, tiny: Tiny) -> None:
 
 
 def test_the_human_plan(quaver: Run) -> None:
-    ended = quaver("plan", CONFIGS / "mxfp8.yaml", 'model.freeze=["model.embed_tokens.*"]', "--world-size", "16")
+    ended = quaver(
+        "plan", CONFIGS / "mxfp8.yaml", 'model.freeze=["model.embed_tokens.*"]', "--world-size", "16"
+    )
     assert (ended.code, ended.err) == (0, "")
     lines = [" ".join(line.strip("│├└─ ").split()) for line in ended.out.splitlines()]
     for line in (

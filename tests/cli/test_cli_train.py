@@ -52,7 +52,9 @@ def test_a_run_from_end_to_end(quaver: Run, tiny: Tiny, home: Path) -> None:
     steps = [line for line in err if line.startswith("step ") and "/11" in line]
     assert [line.split()[1] for line in steps] == ["10/11", "11/11"]  # every tenth, and the last
     shown = [line for line in err if "nats/token" in line]
-    assert [f"{line['val_loss']:.4f}" in text for line, text in zip(validations, shown, strict=True)] == [True] * 3
+    assert [f"{line['val_loss']:.4f}" in text for line, text in zip(validations, shown, strict=True)] == [
+        True
+    ] * 3
     samples = [line for line in err if line.startswith("  sample: [red]def[/red] ")]
     assert len(samples) == 3
 
@@ -80,7 +82,9 @@ def test_bf16_says_so_and_hits_nothing(quaver: Run, tiny: Tiny, home: Path) -> N
 
 
 def test_steps_that_are_not_finite_end_the_run_with_3(quaver: Run, tiny: Tiny, home: Path) -> None:
-    file = tiny(**{"training.nonfinite_limit": 2, "optimizer": {"lr": 1e38, "schedule": {"kind": "constant"}}})
+    file = tiny(
+        **{"training.nonfinite_limit": 2, "optimizer": {"lr": 1e38, "schedule": {"kind": "constant"}}}
+    )
     ended = quaver("train", file, "--out", "broken")
     assert (ended.code, ended.out) == (3, "")
     assert "Traceback" not in ended.err
@@ -251,7 +255,9 @@ def test_ctrl_c_before_the_run_leaves_nothing(
 # Dry run -------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_tells_everything_and_writes_nothing(quaver: Run, tiny: Tiny, home: Path, tmp_path: Path) -> None:
+def test_dry_run_tells_everything_and_writes_nothing(
+    quaver: Run, tiny: Tiny, home: Path, tmp_path: Path
+) -> None:
     file = tiny(**{"model.freeze": ["model.embed_tokens.*"]})
     ended = quaver("train", file, "--dry-run", "--json", "--nproc", "2")
     assert (ended.code, ended.err) == (0, "")
@@ -269,9 +275,7 @@ def test_dry_run_tells_everything_and_writes_nothing(quaver: Run, tiny: Tiny, ho
     (source,) = document["sources"]
     sizes = [path.stat().st_size for path in (tmp_path / "corpus").iterdir()]
     assert (source["files"], source["bytes"], source["weight"]) == (12, sum(sizes), 1.0)
-    assert document["frozen"] == [
-        {"pattern": "model.embed_tokens.*", "hits": ["model.embed_tokens.weight"]}
-    ]
+    assert document["frozen"] == [{"pattern": "model.embed_tokens.*", "hits": ["model.embed_tokens.weight"]}]
     assert document["tokens_per_step"] == 1 * 16 * 2
     table = quaver("train", file, "--dry-run")
     assert (table.code, table.err) == (0, "")

@@ -79,7 +79,10 @@ def test_hits_in_the_order_of_the_rules() -> None:
             "pattern": "model.layers.0.mlp.*_proj",
             "hits": [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")],
         },
-        {"pattern": "model.layers.*.mlp.experts", "hits": ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]},
+        {
+            "pattern": "model.layers.*.mlp.experts",
+            "hits": ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"],
+        },
     ]
 
 
@@ -107,7 +110,9 @@ def test_verdicts_by_ranks() -> None:
 
 def test_illegal_shards_are_shown_and_refused_on_demand() -> None:
     report = plan(config(), 4)
-    with pytest.raises(PlanError, match="4 weights cannot be sharded over 4 ranks: 6 experts do not divide") as caught:
+    with pytest.raises(
+        PlanError, match="4 weights cannot be sharded over 4 ranks: 6 experts do not divide"
+    ) as caught:
         report.refuse_illegal()
     assert caught.value.where == "model.layers.1.mlp.experts.gate_up_proj [6, 64, 64]"
     plan(config(), 2).refuse_illegal()

@@ -102,7 +102,13 @@ def test_as_json_leaves_out_what_is_empty() -> None:
         "count": 1,
         "parameters": 40 + 2 * 30,
         "children": [
-            {"name": "embed", "type": "Embedding", "count": 1, "parameters": 40, "shapes": {"weight": [10, 4]}},
+            {
+                "name": "embed",
+                "type": "Embedding",
+                "count": 1,
+                "parameters": 40,
+                "shapes": {"weight": [10, 4]},
+            },
             {
                 "name": "layers.{0-1}",
                 "type": "Layer",
