@@ -9,7 +9,6 @@ from pydantic import AliasChoices, Field, Strict, model_validator
 from quaver.config.base import Many, Section, Text, only, supported
 from quaver.config.problems import problem
 
-_NEXT = "checkpoints are saved and loaded from the next release on; remove the key"
 
 
 class TrainingConfig(Section):
@@ -125,20 +124,16 @@ class OptimizerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Saving and loading; this release does neither, and refuses the keys that ask for it."""
+    """Saving, resuming, and starting from another run."""
 
     format: Annotated[Literal["dcp"], supported("checkpoint format", "dcp")] = Field(
         "dcp", description="Format of checkpoints: torch's distributed checkpoint."
     )
-    every: Annotated[int | None, only(None, "saving checkpoints", _NEXT)] = Field(
-        None, description="Steps between checkpoints; not supported in this release."
-    )
+    every: int | None = Field(None, ge=1, description="Steps between checkpoints; null saves none.")
     keep: int = Field(2, ge=1, description="Checkpoints kept, the newest ones.")
-    asynchronous: Annotated[bool, only(False, "asynchronous checkpoints", _NEXT)] = Field(
-        False, description="Write checkpoints beside the training; not supported in this release."
+    asynchronous: bool = Field(False, description="Write checkpoints beside the training.")
+    load_from: Text | None = Field(
+        None, description="Run or checkpoint, of any recipe, whose masters the run starts from."
     )
-    load_from: Annotated[Text | None, only(None, "loading a checkpoint", _NEXT)] = Field(
-        None, description="Checkpoint that the run starts from; not supported in this release."
-    )
-    load_optimizer: bool = Field(True, description="With load_from: also load the optimiser's state.")
-    load_rng: bool = Field(False, description="With load_from: also load the random generators' state.")
+    load_optimizer: bool = Field(True, description="With load_from: also the moments and router counts.")
+    load_rng: bool = Field(False, description="With load_from: also the random generators.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +31,28 @@ def check_run_folder(out: str | os.PathLike[str] | None, runs: Path = RUNS) -> N
         raise _not_makeable(f"{above} is no folder", wanted)
     if not os.access(above, os.W_OK | os.X_OK):
         raise _not_makeable(f"{above} is not writable", wanted)
+
+
+def find_run_folder(
+    name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS
+) -> Path | None:
+    """The folder that a resumed run goes on in: `out`, else the newest of runs/<name>*; None if there is none."""
+    if out is not None:
+        folder = Path(out)
+        if folder.exists() and not (folder / "config.yaml").is_file():
+            raise ConfigError(
+                f"{folder} is not the folder of a run: it has no config.yaml",
+                where="--resume --out",
+                remedy="name the folder of the run to go on with",
+            )
+        return folder if folder.exists() else None
+    numbered = re.compile(re.escape(name) + r"(-\d+)?")
+    found = [
+        path
+        for path in (runs.iterdir() if runs.is_dir() else [])
+        if numbered.fullmatch(path.name) and (path / "config.yaml").is_file()
+    ]
+    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns, default=None)
 
 
 def create_run_folder(name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS) -> Path:

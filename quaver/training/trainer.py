@@ -28,14 +28,17 @@ from quaver.distributed import (
 )
 from quaver.errors import ConfigError, LedgerError, NonFiniteError, StaleWeightError
 from quaver.report import render_report
+from quaver.training.checkpoints import RunCheckpoints, cut_metrics
 from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import REPORT, Observer, RunResult, RunStart, Silent
 from quaver.training.interrupt import StopRequest
 from quaver.training.metrics import MetricsWriter, require_tensorboard
+from quaver.training.progress import Progress
 from quaver.training.run_folder import (
     check_run_folder,
     create_run_folder,
     environment,
+    find_run_folder,
     write_config,
     write_json,
 )
@@ -48,6 +51,7 @@ def train(
     *,
     name: str | None = None,
     out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
     observer: Observer | None = None,
 ) -> RunResult:
     """Trains one run to its end.
@@ -56,16 +60,18 @@ def train(
         path_or_config: a YAML file, a mapping, or a parsed config.
         overrides: dotted keys, "optimizer.lr=1e-4".
         name: folder name under runs/, instead of the config's.
-        out: a folder that must not exist yet, instead of runs/<name>.
+        out: a folder that must not exist yet (unless `resume`), instead of runs/<name>.
+        resume: go on from the newest whole checkpoint of `out`, else of the newest runs/<name>*.
         observer: what is told while the run goes on.
 
     Raises:
         ConfigError, PlanError, CapabilityError: before anything is trained.
-        NonFiniteError, LedgerError: the run failed; its folder says how far it came.
+        CheckpointError: exit code 2: there are checkpoints to resume from, and none is usable.
+        NonFiniteError, LedgerError, CheckpointError: the run failed; its folder says how far it came.
     """
     if name is not None:
         overrides = [*overrides, f"name={json.dumps(name)}"]
-    return Trainer(resolve(path_or_config, overrides), observer or Silent()).run(out)
+    return Trainer(resolve(path_or_config, overrides), observer or Silent()).run(out, resume=resume)
 
 
 def resolve(
@@ -114,41 +120,62 @@ class Trainer:
         self.observer = observer
         self.device = torch.device("cpu")
         self.rank, self.ranks = 0, 1
-        self.step = 0  # steps taken; a skipped one counts
-        self.updates = 0  # successful ones: the schedule's clock
-        self.tokens = 0
-        self.skipped = 0
-        self.skipped_in_a_row = 0
+        self.progress = Progress()
+        self.started_at = 0  # step of the checkpoint that this process went on from
         self.last_validation: tuple[int, Validation] | None = None
 
-    def run(self, out: str | os.PathLike[str] | None = None) -> RunResult:
+    def run(self, out: str | os.PathLike[str] | None = None, *, resume: bool = False) -> RunResult:
         """Prepares, builds and trains; the folder is made once nothing but training can fail."""
         init_world(self.device.type)
         self.rank, self.ranks = rank(), launched_world_size()
         if self.rank:
             self.observer = Silent()
         # preparing a corpus may take minutes: a wrong --out is told before that
-        on_rank_zero(lambda: check_run_folder(out))
+        existing = on_rank_zero(lambda: find_run_folder(self.config.name, out)) if resume else None
+        if existing is None:
+            on_rank_zero(lambda: check_run_folder(out))
         self._prepare()
         # from the folder on, the first Ctrl-C leaves it complete
         with StopRequest(self.observer.on_message) as stop:
-            self.folder = on_rank_zero(lambda: create_run_folder(self.config.name, out))
+            self.folder = existing or on_rank_zero(lambda: create_run_folder(self.config.name, out))
             on_rank_zero(lambda: write_config(self.folder, self.config))
             try:
-                result = self._train(stop)
+                result = self._train(stop, resuming=existing is not None)
             except (LedgerError, NonFiniteError, StaleWeightError):
                 self._write_report()  # the way to a failure is worth reading
                 raise
             self._write_report()
         return result
 
-    def _train(self, stop: StopRequest) -> RunResult:
+    def _train(self, stop: StopRequest, *, resuming: bool) -> RunResult:
+        self._build()
+        self.checkpoints = RunCheckpoints(
+            self.config,
+            self.folder,
+            self.assembly,
+            self.loader,
+            self.data.tokenizer.digest,
+            self.observer.on_message,
+            resuming=resuming,
+        )
+        try:
+            return self._start_and_loop(stop, resuming)
+        finally:
+            self.checkpoints.close()
+            self.assembly.router_bias.close()
+
+    def _start_and_loop(self, stop: StopRequest, resuming: bool) -> RunResult:
+        if resuming:
+            self.progress = self.checkpoints.resume()
+            on_rank_zero(lambda: cut_metrics(self.folder / "metrics.jsonl", self.progress))
+        if self.progress.step == 0:
+            self.checkpoints.start_from_other()
+        self.started_at = self.progress.step
         metrics = MetricsWriter(
             self.folder / "metrics.jsonl" if self.rank == 0 else None,
             self.folder / "tensorboard" if self.config.training.tensorboard and self.rank == 0 else None,
         )
         try:
-            self._build()
             return self._loop(metrics, stop)
         finally:
             metrics.close()
@@ -224,21 +251,27 @@ class Trainer:
     def _loop(self, metrics: MetricsWriter, stop: StopRequest) -> RunResult:
         last = self._last_step()
         every = self.config.training.validate_every
+        progress = self.progress
         try:
-            if every:
-                self._validate(metrics)
-            while self.step < last and not self._stop_requested(stop):
-                result = self._one_step(metrics)
-                if self.step == 1 and not result.skipped:
+            if every and progress.step % every == 0 and progress.step < last:
+                self._validate_when_due(metrics)
+            while progress.step < last and not self._stop_requested(stop):
+                self._one_step(metrics)
+                if progress.step == self.started_at + 1:
                     self._check_ledger()
-                if every and self.step % every == 0 and self.step < last:
-                    self._validate(metrics)
+                if every and progress.step % every == 0 and progress.step < last:
+                    self._validate_when_due(metrics)
+                if progress.step < last:
+                    self.checkpoints.after_step(progress)
+            self.checkpoints.at_end(progress)
             self._validate(metrics)
             self._check_ledger()
         finally:
             self._write_ledger()
         assert self.last_validation is not None
-        return RunResult(self.folder, self.step, self.last_validation[1].loss, interrupted=self.step < last)
+        return RunResult(
+            self.folder, progress.step, self.last_validation[1].loss, interrupted=progress.step < last
+        )
 
     def _stop_requested(self, stop: StopRequest) -> bool:
         """True on every rank as soon as one was asked to stop: all end after the same step."""
@@ -247,37 +280,45 @@ class Trainer:
     def _one_step(self, metrics: MetricsWriter) -> StepResult:
         config, start = self.config, time.perf_counter()
         batches = [self.loader.next() for _ in range(config.gradient_accumulation_steps)]
-        lr = scheduled_lr(self.updates, config.training.steps, config.optimizer)
+        progress = self.progress
+        lr = scheduled_lr(progress.updates, config.training.steps, config.optimizer)
         result = train_step(self.assembly, batches, lr=lr, clip_norm=config.optimizer.clip_norm)
-        self.step += 1
-        self.tokens += result.tokens
-        self.updates += not result.skipped
-        self.skipped += result.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        progress.count(result)
         tokens_per_s = result.tokens / (time.perf_counter() - start)
         metrics.write(
             {
-                "step": self.step,
+                "step": progress.step,
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "lr": result.lr,
-                "tokens": self.tokens,
+                "tokens": progress.tokens,
                 "tokens_per_s": round(tokens_per_s, 1),
-                "skipped": self.skipped,
+                "skipped": progress.skipped,
             }
         )
-        self.observer.on_step(self.step, result, tokens_per_s)
-        if self.skipped_in_a_row >= config.training.nonfinite_limit:
+        self.observer.on_step(progress.step, result, tokens_per_s)
+        if progress.skipped_in_a_row >= config.training.nonfinite_limit:
             raise NonFiniteError(
-                f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient",
-                where=f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}",
+                f"{progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient",
+                where=f"step {progress.step}: loss {result.loss}, gradient norm {result.grad_norm}",
                 remedy="lower optimizer.lr, lengthen the warm-up, or look at the data of these steps",
             )
         return result
 
-    def _validate(self, metrics: MetricsWriter) -> None:
-        if self.last_validation is not None and self.last_validation[0] == self.step:
+    def _validate_when_due(self, metrics: MetricsWriter) -> None:
+        """A validation of the schedule: a checkpoint knows of it, so that a resumed run does not repeat it."""
+        if self.progress.validated_step == self.progress.step:
+            held = Validation(self.progress.val_loss, self.progress.val_bpb)
+            self.last_validation = (self.progress.step, held)
             return
+        held = self._validate(metrics)
+        self.progress.validated_step = self.progress.step
+        self.progress.val_loss, self.progress.val_bpb = held.loss, held.bits_per_byte
+
+    def _validate(self, metrics: MetricsWriter) -> Validation:
+        step = self.progress.step
+        if self.last_validation is not None and self.last_validation[0] == step:
+            return self.last_validation[1]
         self.observer.on_stage("validating", 0, None)
         training, seq_len = self.config.training, self.config.data.seq_len
         batches = validation_batches(
@@ -287,8 +328,8 @@ class Trainer:
             count=training.validation_batches,
         )
         result = validate(self.assembly.model, batches, rank=self.rank, ranks=self.ranks)
-        self.last_validation = (self.step, result)
-        metrics.write({"step": self.step, "val_loss": result.loss, "val_bpb": result.bits_per_byte})
+        self.last_validation = (step, result)
+        metrics.write({"step": step, "val_loss": result.loss, "val_bpb": result.bits_per_byte})
         samples = [
             {
                 "prompt": prompt,
@@ -305,12 +346,14 @@ class Trainer:
             if training.sample_tokens
         ]
         if samples:
-            metrics.write({"step": self.step, "samples": samples})
-        self.observer.on_validation(self.step, result, samples)
+            metrics.write({"step": step, "samples": samples})
+        self.observer.on_validation(step, result, samples)
+        return result
 
     def _check_ledger(self) -> None:
-        if self.assembly.policy is not None and self.step:
-            micro_steps = self.step * self.config.gradient_accumulation_steps
+        taken = self.progress.step - self.started_at
+        if self.assembly.policy is not None and taken:
+            micro_steps = taken * self.config.gradient_accumulation_steps
             self.assembly.ledger.check(self.sites, micro_steps=micro_steps)
 
     def _write_ledger(self) -> None:
