@@ -49,13 +49,14 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def not_written(folder: Path, cause: BaseException | str) -> CheckpointError:
-    """The error of a save that failed; names the folder and the cause."""
+def not_written(folder: Path, cause: BaseException) -> CheckpointError:
+    """The error of a save that failed; names the path and the cause."""
     named = getattr(cause, "filename", None)
+    untouched = "the checkpoints before this one are untouched"
     return CheckpointError(
         f"the checkpoint could not be written: {reason_of(cause)}",
         where=str(named if named is not None else folder),
-        remedy="make room, or make the folder writable; the checkpoints before this one are untouched",
+        remedy=f"make room, or make the folder writable; {untouched}" if isinstance(cause, OSError) else untouched,
     )
 
 
@@ -66,11 +67,9 @@ def cannot_start(what: str, *, where: Path | str, remedy: str | None = None) -> 
     return error
 
 
-def reason_of(cause: BaseException | str) -> str:
+def reason_of(cause: BaseException) -> str:
     """One line: what the operating system, or the exception, says."""
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
     text = " ".join(str(cause).split())
-    if isinstance(cause, str):
-        return text
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

@@ -2,59 +2,22 @@
 
 A folder is untrusted data: nothing in it is imported or executed, no path leaves it (by `..`, absolute, or through
 a symbolic link), and the index and the files' own headers must agree key by key. Only headers are read here;
-values are read piece by piece when asked for. Imports torch, safetensors and this room's `files`.
+values are read piece by piece when asked for. Imports this room's `files` and `hf_shards`.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
-
-import torch
-from safetensors import SafetensorError, safe_open
+from typing import Any
 
 from quaver.checkpoint.files import cannot_start
+from quaver.checkpoint.hf_shards import BinShard, SafetensorsShard, StoredTensor
 
-# the dtypes that are read, by the names of the safetensors format; their FP32 upcast is exact
-READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_BIN_NAMES = {dtype: name for name, dtype in READABLE.items()}
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<total>[0-9]{5})\.safetensors")
-
-
-class _Shard(Protocol):
-    def get(self, key: str, index: tuple[int | slice, ...]) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file, not read yet.
-
-    Attributes:
-        key: its name in the file.
-        file: the file's name, relative to the folder.
-        shape: as the header says.
-        dtype: by the name of the safetensors format (`BF16`, `I64`, `F8_E4M3`, ...).
-    """
-
-    key: str
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    _shard: _Shard
-
-    def read(self, *index: int | slice) -> torch.Tensor:
-        """The part of the tensor that `index` selects, in its own dtype; all of it without one."""
-        try:
-            return self._shard.get(self.key, index)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise cannot_start(
-                f"the tensor cannot be read: {error}", where=f"{self.key} in {self.file}"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -91,8 +54,8 @@ def open_folder(folder: Path) -> StoredFolder:
     except OSError as error:
         raise cannot_start(f"the folder cannot be read: {error.strerror}", where=folder) from error
     for suffix, single, opener in (
-        (".safetensors", "model.safetensors", _SafetensorsShard),
-        (".bin", "pytorch_model.bin", _BinShard),
+        (".safetensors", "model.safetensors", SafetensorsShard),
+        (".bin", "pytorch_model.bin", BinShard),
     ):
         index = f"{single}.index.json"
         loose = [name for name in names if name.endswith(".safetensors")] if suffix != ".bin" else []
@@ -196,7 +159,7 @@ def _open(
     folder: Path,
     names: list[str],
     files: list[str],
-    opener: type[_SafetensorsShard] | type[_BinShard],
+    opener: type[SafetensorsShard] | type[BinShard],
     index: str | None,
     weight_map: Mapping[str, str] | None,
 ) -> StoredFolder:
@@ -207,77 +170,30 @@ def _open(
         for key, (shape, dtype) in shard.headers().items():
             if key in tensors:
                 raise cannot_start(
-                    f"the key stands in two files, {tensors[key].file} and {file}", where=f"{key} in {folder}"
-                )
-            if weight_map is not None and weight_map.get(key) != file:
-                raise cannot_start(
-                    f"{file} holds a key that {index} places in {weight_map.get(key) or 'no file'}",
+                    f"the key stands in two files, {tensors[key].file} and {file}",
                     where=f"{key} in {folder}",
-                    remedy="fetch the model again: index and files do not belong together",
+                    remedy="remove the file that does not belong to the model",
                 )
             tensors[key] = StoredTensor(key, file, shape, dtype, shard)
-    for key, file in (weight_map or {}).items():
-        if key not in tensors:
-            raise cannot_start(
-                f"{index} places a key in {file}, which does not hold it",
-                where=f"{key} in {folder}",
-                remedy="fetch the model again: index and files do not belong together",
-            )
+    if index is not None and weight_map is not None:
+        _compare(folder, index, weight_map, tensors)
     reason = f"not named by {index}" if index else f"{files[0]} is read"
     others = (name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf")))
     unused = {name: reason for name in others if name not in files}
     return StoredFolder(tensors, tuple(files), unused)
 
 
-class _SafetensorsShard:
-    """A safetensors file: its header is checked by the library, its values are mapped, not loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = safe_open(str(path), framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
+def _compare(
+    folder: Path, index: str, weight_map: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """The index and the files' headers must say the same of every key."""
+    for key in (*tensors, *weight_map):
+        named, held = weight_map.get(key), tensors[key].file if key in tensors else None
+        if named != held:
             raise cannot_start(
-                f"the file is no intact safetensors file: {error}", where=path, remedy="fetch it again"
-            ) from error
-
-    def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        slices = {key: self._file.get_slice(key) for key in self._file.keys()}  # noqa: SIM118 (not a mapping)
-        return {key: (tuple(part.get_shape()), str(part.get_dtype())) for key, part in slices.items()}
-
-    def get(self, key: str, index: tuple[int | slice, ...]) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_slice(key)[index] if index else self._file.get_tensor(key)
-        return tensor
-
-
-class _BinShard:
-    """A file of `torch.save`, read by torch's restricted loader: tensors only, no code."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:
-            raise cannot_start(
-                f"the file cannot be read as tensors alone: {' '.join(str(error).split())[:300]}",
-                where=path,
-                remedy="convert the model to safetensors",
-            ) from error
-        if not isinstance(loaded, dict):
-            raise cannot_start("the file holds no mapping from names to tensors", where=path)
-        for key, value in loaded.items():
-            plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-            if not isinstance(key, str) or not plain:
-                raise cannot_start(
-                    f"a {type(value).__name__} stands where a dense tensor should", where=f"{key!r} in {path}"
-                )
-        self._tensors: dict[str, torch.Tensor] = loaded
-
-    def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        return {
-            key: (tuple(tensor.shape), _BIN_NAMES.get(tensor.dtype, str(tensor.dtype)))
-            for key, tensor in self._tensors.items()
-        }
-
-    def get(self, key: str, index: tuple[int | slice, ...]) -> torch.Tensor:
-        return self._tensors[key].detach()[index]
+                f"{held} holds a key that {index} places in {named or 'no file'}"
+                if held is not None
+                else f"{index} places a key in {named}, which does not hold it",
+                where=f"{key} in {folder}",
+                remedy="fetch the model again: index and files do not belong together",
+            )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from quaver.checkpoint.hf_folder import StoredTensor, file_inside, open_folder
+from quaver.checkpoint.hf_folder import file_inside, open_folder
 from quaver.checkpoint.hf_layout import piece_of
 from quaver.checkpoint.hf_match import Matcher, Part, Reads
 from quaver.models import load_hf_config
@@ -156,11 +156,12 @@ class HFSource:
                 self._reads.add(part)
             self._loaded[fqn] = tuple(part.stored.key for part in parts)
             yield fqn, out
+            del out  # before the next is allocated
 
 
 def _fill(out: torch.Tensor, part: Part) -> None:
     """Copies one part into FP32, some rows at a time where it is large; the upcast is exact."""
-    stored: StoredTensor = part.stored
+    stored = part.stored
     if part.cut is not None:
         out.copy_(stored.read(part.cut.expert, part.cut.rows(stored.shape[1])))
         return

@@ -82,13 +82,14 @@ def load_unit(
             where=fqn or type(unit).__name__,
             remedy="load each unit of a meta-built model exactly once",
         )
-    stored = [slot for slot in _once(slots) if slot.persistent]
-    shapes = {slot.fqn: tuple(slot.tensor.shape) for slot in stored}
+    stored = {slot.fqn: slot for slot in _once(slots) if slot.persistent}
+    shapes = {fqn: tuple(slot.tensor.shape) for fqn, slot in stored.items()}
     values = source.tensors_for(shapes, whole=_whole(unit, fqn))  # checked before the unit is touched
     if any(not slot.persistent for slot in slots):
         materialise_unit(model, unit, device)
     made: dict[int, torch.Tensor] = {}
-    for slot, (_, value) in zip(stored, values, strict=True):
+    for name, value in values:
+        slot = stored[name]
         _require_float(slot)
         new = value.to(device)
         if isinstance(slot.tensor, nn.Parameter):
@@ -120,8 +121,8 @@ def load_into(model: nn.Module, source: HFSource, device: torch.device | str = "
         CheckpointError: as `HFSource.check` and `HFSource.finish`; a tensor of the model that is not FP32.
     """
     check_source(model, source)
-    slots = _stored_slots(model, "")
-    if any(slot.tensor.is_meta for slot in slots):
+    slots = {slot.fqn: slot for slot in _stored_slots(model, "")}
+    if any(slot.tensor.is_meta for slot in slots.values()):
         if not isinstance(model, PreTrainedModel):
             raise PlanError(
                 f"a {type(model).__name__} on meta is no model of transformers", where="load_into"
@@ -129,7 +130,7 @@ def load_into(model: nn.Module, source: HFSource, device: torch.device | str = "
         for fqn, unit in init_units(model):
             load_unit(model, fqn, unit, source, device)
         return source.finish()
-    for slot in slots:
+    for slot in slots.values():
         _require_float(slot)
         if slot.tensor.dtype is not torch.float32:
             raise cannot_start(
@@ -137,12 +138,13 @@ def load_into(model: nn.Module, source: HFSource, device: torch.device | str = "
                 where=slot.fqn,
                 remedy="convert the model with .float() first",
             )
-    shapes = {slot.fqn: tuple(slot.tensor.shape) for slot in slots}
+    shapes = {fqn: tuple(slot.tensor.shape) for fqn, slot in slots.items()}
     values = source.tensors_for(shapes, whole=_whole(model, ""))
     with torch.no_grad():
-        for slot, (_, value) in zip(slots, values, strict=True):
-            _copy(slot.tensor, value)
-    if any(isinstance(local_tensor(slot.tensor), MasterWeight) for slot in slots):
+        for fqn, value in values:
+            _copy(slots[fqn].tensor, value)
+            del value
+    if any(isinstance(local_tensor(slot.tensor), MasterWeight) for slot in slots.values()):
         refresh_stale(model, after_step=False)
     return source.finish()
 

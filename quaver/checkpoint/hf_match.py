@@ -2,7 +2,7 @@
 
 A tensor's own key comes first; else a fused tensor is put together from per-expert keys, or a per-expert tensor is
 cut out of a fused key. Works on headers alone: nothing is read here. May import: transformers (types), this room's
-`files`, `hf_folder` and `hf_layout`.
+`files`, `hf_layout` and `hf_shards`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from quaver.checkpoint.files import cannot_start
-from quaver.checkpoint.hf_folder import READABLE, StoredTensor
 from quaver.checkpoint.hf_layout import ExpertPiece, expert_piece, expert_pieces, is_fused, shape_fault
+from quaver.checkpoint.hf_shards import READABLE, StoredTensor
 
 _ROTARY = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]+)\..+")

@@ -100,36 +100,22 @@ def load(
     folder, ranks = Path(folder), Ranks(group)
     manifest = ranks.first_does(lambda: read_manifest(folder)) if verified else verify(folder, ranks)
     settle(state.model)
-    states = whole_states(state.model, state.optimizer)
-    wanted = wanted_keys(state.model, states if optimizer else {})
-
-    def check() -> tuple[Index, RunRecord, RankRecord | None]:
-        index = read_index(folder, manifest)
-        check_keys(index, wanted, tolerated_keys(state.model, optimizer), folder)
-        record = _checked_record(folder, manifest, state)
-        own = ranks.size == manifest.world_size
-        rank_record = read_record(folder / rank_file(ranks.rank), RankRecord) if own else None
-        if loader and state.loader is not None:
-            _restore_loader(folder, record, state)
-        if optimizer and state.router_bias is not None:
-            _restore_counts(folder, manifest, state, ranks)
-        return index, record, rank_record
-
-    index, record, rank_record = ranks.all_do(check)[ranks.rank]
-    _read(folder, index, state, states if optimizer else {}, ranks, masters=masters)
-    if optimizer:
-        install_states(state.optimizer, states)
+    states = whole_states(state.model, state.optimizer) if optimizer else {}
+    checked = ranks.each_does(lambda: _check(folder, manifest, state, states, ranks, optimizer=optimizer))
+    ranks.each_does(lambda: _restore_objects(folder, checked, state, loader=loader, counts=optimizer))
+    _read(folder, checked.index, state, states, ranks, masters=masters)
+    install_states(state.optimizer, states)
     if quantised_weights(state.model):
         refresh(state.model)
-    if rng and rank_record is not None:
-        _restore_rng(folder, rank_record, ranks.rank)
+    own = checked.own if rng else None
+    ranks.each_does(lambda: _restore_rng(folder, own, ranks.rank))
     return Loaded(
-        step=record.step,
-        progress=record.progress,
-        recipe=record.recipe,
-        config_digest=record.config_digest,
-        world_size=record.world_size,
-        rng=rng and rank_record is not None,
+        step=checked.run.step,
+        progress=checked.run.progress,
+        recipe=checked.run.recipe,
+        config_digest=checked.run.config_digest,
+        world_size=checked.run.world_size,
+        rng=own is not None,
     )
 
 
@@ -148,41 +134,58 @@ def _read(
         master_of(fqn, parameter).copy_(local_tensor(weights[fqn]))
 
 
-def _checked_record(folder: Path, manifest: Manifest, state: TrainState) -> RunRecord:
-    record = read_record(folder / STATE, RunRecord)
+@dataclass(frozen=True)
+class _Checked:
+    """What was read of a checkpoint beside its tensors, all of it found right."""
+
+    index: Index
+    run: RunRecord
+    own: RankRecord | None  # this rank's, if the checkpoint is one of as many ranks
+    counts: dict[str, torch.Tensor] | None
+
+
+def _check(
+    folder: Path, manifest: Manifest, state: TrainState, states: States, ranks: Ranks, *, optimizer: bool
+) -> _Checked:
+    index = read_index(folder, manifest)
+    check_keys(index, wanted_keys(state.model, states), tolerated_keys(state.model, optimizer), folder)
+    run = read_record(manifest.file(folder, STATE), RunRecord)
     told = (manifest.step, manifest.world_size, manifest.recipe)
-    if (record.step, record.world_size, record.recipe) != told:
+    if (run.step, run.world_size, run.recipe) != told:
         raise cannot_start("the manifest and state.json speak of two different saves", where=folder)
-    if record.tokenizer_digest != state.tokenizer_digest:
+    if run.tokenizer_digest != state.tokenizer_digest:
         raise cannot_start(
             "the checkpoint was trained with another tokeniser: its embeddings mean other tokens",
-            where=f"{folder / STATE}: tokenizer_digest {record.tokenizer_digest[:12]}, "
+            where=f"{folder / STATE}: tokenizer_digest {run.tokenizer_digest[:12]}, "
             f"this run's is {state.tokenizer_digest[:12]}",
             remedy="set data.tokenizer (and data.sources, for bpe) to those of the saved run",
         )
-    return record
+    same = ranks.size == manifest.world_size
+    own = read_record(manifest.file(folder, rank_file(ranks.rank)), RankRecord) if same else None
+    counts = read_counts(folder, manifest, ranks) if optimizer and state.router_bias is not None else None
+    return _Checked(index, run, own, counts)
 
 
-def _restore_loader(folder: Path, record: RunRecord, state: TrainState) -> None:
-    if record.loader is None:
-        raise cannot_start("the checkpoint has no data cursor", where=folder / STATE)
-    assert state.loader is not None
-    state.loader.load_state_dict(record.loader)
+def _restore_objects(
+    folder: Path, checked: _Checked, state: TrainState, *, loader: bool, counts: bool
+) -> None:
+    if loader and state.loader is not None:
+        if checked.run.loader is None:
+            raise cannot_start("the checkpoint has no data cursor", where=folder / STATE)
+        state.loader.load_state_dict(checked.run.loader)
+    if counts and state.router_bias is not None:
+        if checked.counts is None:
+            raise cannot_start("the checkpoint has no router counts", where=folder)
+        try:
+            state.router_bias.load_state_dict(checked.counts)
+        except CheckpointError as error:
+            error.exit_code = 2
+            raise
 
 
-def _restore_counts(folder: Path, manifest: Manifest, state: TrainState, ranks: Ranks) -> None:
-    counts = read_counts(folder, ranks.rank, ranks.size, manifest.world_size)
-    if counts is None:
-        raise cannot_start("the checkpoint has no router counts", where=folder)
-    assert state.router_bias is not None
-    try:
-        state.router_bias.load_state_dict(counts)
-    except CheckpointError as error:
-        error.exit_code = 2
-        raise
-
-
-def _restore_rng(folder: Path, record: RankRecord, rank: int) -> None:
+def _restore_rng(folder: Path, record: RankRecord | None, rank: int) -> None:
+    if record is None:
+        return
     try:
         record.random.restore()
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:

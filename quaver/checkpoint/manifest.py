@@ -51,6 +51,12 @@ class Manifest(BaseModel):
         document["digest"] = hashlib.sha256(_canonical(document)).hexdigest()
         return _canonical(document)
 
+    def file(self, folder: Path, name: str) -> Path:
+        """A listed file's path; CheckpointError with exit code 2 for one whose digest nobody vouches for."""
+        if name not in self.files:
+            raise cannot_start(f"the manifest does not list {name}", where=folder / MANIFEST, remedy=REMEDY)
+        return folder / name
+
 
 def _canonical(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
@@ -142,9 +148,11 @@ def _problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
     for name in names:
         entry = manifest.files[name]
         try:
-            size = (folder / name).lstat().st_size
-            if size != entry.size:
-                problems.append(f"{name} has {size} bytes instead of {entry.size}")
+            status = (folder / name).lstat()
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(f"{name} is not a regular file")
+            elif status.st_size != entry.size:
+                problems.append(f"{name} has {status.st_size} bytes instead of {entry.size}")
             elif _digest(folder / name) != entry:
                 problems.append(f"{name} was changed (its SHA-256 differs)")
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Everything of a run that is no tensor: counters, data cursor, random states. Plain JSON, never a pickle.
 
 One state.json for the run, one rank-00000.json for each rank. JSON keeps every float to the bit.
-May import: files, manifest, errors.
+May import: files, manifest, ranks.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from quaver.checkpoint.files import cannot_start, reason_of
+from quaver.checkpoint.manifest import Manifest
+from quaver.checkpoint.ranks import Ranks
 
 STATE = "state.json"
+Word = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Stateful(Protocol):
@@ -96,11 +99,11 @@ class RunRecord(_Record):
 class RandomStates(_Record):
     """Python's, NumPy's and torch's generators of one rank."""
 
-    python_version: int
-    python_words: list[int]
+    python_version: Literal[3]
+    python_words: Annotated[list[Word], Field(min_length=625, max_length=625)]
     python_gauss: float | None
-    numpy_words: list[int]
-    numpy_position: int
+    numpy_words: Annotated[list[Word], Field(min_length=624, max_length=624)]
+    numpy_position: Annotated[int, Field(ge=0, le=624)]
     numpy_gauss: float | None
     torch_bytes: str
 
@@ -110,8 +113,9 @@ class RandomStates(_Record):
         version, words, gauss = random.getstate()
         numpy = np.random.get_state(legacy=False)
         assert isinstance(numpy, dict)
+        assert version == 3  # the one that every Python from 3.2 on writes
         return cls(
-            python_version=version,
+            python_version=3,
             python_words=list(words),
             python_gauss=gauss,
             numpy_words=numpy["state"]["key"].tolist(),
@@ -172,22 +176,21 @@ def read_record(path: Path, kind: type[R]) -> R:
         raise cannot_start("a file of the checkpoint is not what it should be", where=path) from error
 
 
-def read_counts(folder: Path, rank: int, ranks_now: int, ranks_then: int) -> dict[str, torch.Tensor] | None:
+def read_counts(folder: Path, manifest: Manifest, ranks: Ranks) -> dict[str, torch.Tensor] | None:
     """The router counts that this rank takes up: its own, or with another number of ranks all of them on rank 0.
 
-    Counts are summed over ranks before they are used, so that any split of the sum is exact.
+    Counts are summed over ranks before they are used, so that any split of the sum is exact. None where none
+    were saved.
     """
-    if ranks_now == ranks_then:
-        records = [read_record(folder / rank_file(rank), RankRecord)]
-    else:
-        records = [read_record(folder / rank_file(r), RankRecord) for r in range(ranks_then)]
+    same = ranks.size == manifest.world_size
     total: dict[str, torch.Tensor] = {}
-    for record in records:
+    for rank in [ranks.rank] if same else range(manifest.world_size):
+        record = read_record(manifest.file(folder, rank_file(rank)), RankRecord)
         if record.router_counts is None:
             return None
         for fqn, row in record.router_counts.items():
             counts = torch.tensor(row, dtype=torch.int64)
             total[fqn] = total[fqn] + counts if fqn in total else counts
-    if ranks_now != ranks_then and rank != 0:
+    if not same and not ranks.first:
         return {fqn: torch.zeros_like(row) for fqn, row in total.items()}
     return total

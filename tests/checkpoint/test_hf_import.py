@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from pathlib import Path
 
 import hf_micro as micro
@@ -184,6 +185,21 @@ def test_per_expert_parameters_are_cut_out_of_a_fused_file(tmp_path: Path) -> No
     got = dict(source.tensors_for({fqn: tensor.shape for fqn, tensor in want.items()}))
     micro.assert_same(got, want)
     source.finish()
+
+
+def test_one_tensor_exists_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, folder = folders(tmp_path)
+    net, alive, empty = micro.model(seed=1), [], torch.empty
+
+    def allocate(*args: object, **kwargs: object) -> torch.Tensor:
+        assert [ref for ref in alive if ref() is not None] == []
+        made = empty(*args, **kwargs)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr("quaver.checkpoint.hf_import.torch.empty", allocate)
+    load_into(net, HFSource(folder))
+    assert len(alive) == len(net.state_dict())
 
 
 def test_large_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
