@@ -6,6 +6,7 @@ Touched, and why (torch 2.13):
 - `FSDPParam.all_gather_outputs.clear()`: torch freezes number and sizes of the gather's buffers at the first
   gather, but a shard sends other fields in backward than in forward.
 - `FSDPParam._sharded_local_tensor`, `FSDPParamGroup._reshard_after_forward`, `FSDPState._lazy_init()`.
+- `_training_state` of both and `FSDPState._is_root`: a pass that raised leaves them inside it.
 - `torch._C._current_graph_task_id()`: the phase is not passed in. The id is right for pre-backward, backward
   prefetch and recompute; the group's training state is wrong under recompute.
 May import: torch, errors, gather.
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from quaver.distributed.gather import PROTOCOL, FSDPGatherContext
@@ -216,9 +218,24 @@ def lazy_init(model: nn.Module) -> None:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Frees every gathered copy: after a no-grad forward one may stay, and would be stale after a refresh."""
-    for module in fsdp_modules(model):
+    """Frees every gathered copy: after a no-grad forward one may stay, and would be stale after a refresh.
+
+    A forward or backward pass that raised leaves FSDP inside that pass: it would free nothing, and the next pass
+    would reduce no gradient. Such a pass is given up here, with what it had in flight.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
         module.reshard()
+    states = [module._get_fsdp_state() for module in modules]
+    if any(_inside_a_pass(state) for state in states):
+        for module, state in zip(modules, states):
+            if state._is_root:
+                module.reset_iter_state()
+
+
+def _inside_a_pass(state: Any) -> bool:
+    running = [state._training_state, *(group._training_state for group in state._fsdp_param_groups)]
+    return any(training_state != TrainingState.IDLE for training_state in running)
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:

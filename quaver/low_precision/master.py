@@ -7,6 +7,7 @@ write and before a refresh raises, naming the weight. May import: quantized, rec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,13 @@ from quaver.distributed import (
     schema_of,
 )
 from quaver.errors import StaleWeightError
-from quaver.low_precision.quantized import Physical, QuantizedWeightTensor, WeightSpec, check_master
+from quaver.low_precision.quantized import (
+    FlightState,
+    Physical,
+    QuantizedWeightTensor,
+    WeightSpec,
+    check_master,
+)
 from quaver.low_precision.shard import Shard
 
 aten = torch.ops.aten
@@ -82,6 +89,10 @@ class WeightState:
         if self.fresh_at != self.writes:
             return True
         return self.source is not None and self.source._version != self.seen
+
+    def moved_on(self, version: int) -> Callable[[], bool]:
+        """Whether what was gathered at a version is outdated by now."""
+        return lambda: self.stale or self.version != version
 
 
 class MasterWeight(FSDPExtension, torch.Tensor):
@@ -205,12 +216,13 @@ class MasterWeight(FSDPExtension, torch.Tensor):
             check_outputs(outputs, metadata, self.fqn), self.spec, self.state.physical
         )
         if out is None:
-            return weight_class(fields, metadata.logical_shape, self.spec, [metadata.version])
+            flight = FlightState(metadata.version, self.state.moved_on(metadata.version))
+            return weight_class(fields, metadata.logical_shape, self.spec, flight)
         if not isinstance(out, QuantizedWeightTensor):
             raise StaleWeightError(f"gather into a {type(out).__name__}", where=self.fqn)
         out.physical.clear()
         out.physical.update(fields)
-        out.version_cell[0] = metadata.version
+        out.flight.version, out.flight.moved_on = metadata.version, self.state.moved_on(metadata.version)
         return out
 
     # tensor subclass ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ May import: backends, recipe, distributed, errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +34,14 @@ class WeightSpec:
     recipe: LowPrecisionRecipe
 
 
+@dataclass
+class FlightState:
+    """What all aliases of a weight in flight share, beside its physical tensors."""
+
+    version: int = 0
+    moved_on: Callable[[], bool] | None = None  # of a gathered copy: has its shard's master been written since?
+
+
 class QuantizedWeightTensor(torch.Tensor):
     """Base of the eight-bit weights; logical BF16, shape as stored ([N, K], or [E, N, K] grouped).
 
@@ -44,7 +52,7 @@ class QuantizedWeightTensor(torch.Tensor):
 
     physical: Physical
     spec: WeightSpec
-    version_cell: list[int]
+    flight: FlightState
 
     @staticmethod
     def __new__(
@@ -52,7 +60,7 @@ class QuantizedWeightTensor(torch.Tensor):
         physical: Physical,
         shape: Iterable[int],
         spec: WeightSpec,
-        version_cell: list[int] | None = None,
+        flight: FlightState | None = None,
         requires_grad: bool = False,
     ) -> QuantizedWeightTensor:
         """A wrapper without storage of its own."""
@@ -66,17 +74,17 @@ class QuantizedWeightTensor(torch.Tensor):
         physical: Physical,
         shape: Iterable[int],
         spec: WeightSpec,
-        version_cell: list[int] | None = None,
+        flight: FlightState | None = None,
         requires_grad: bool = False,
     ) -> None:
         self.physical = physical
         self.spec = spec
-        self.version_cell = version_cell if version_cell is not None else [0]
+        self.flight = flight if flight is not None else FlightState()
 
     @property
     def version(self) -> int:
         """Refresh count of the codes that are held now."""
-        return self.version_cell[0]
+        return self.flight.version
 
     # what a format defines ---------------------------------------------------------------------------------
 
@@ -114,7 +122,14 @@ class QuantizedWeightTensor(torch.Tensor):
         )
 
     def select(self, orientation: Orientation) -> QuantizedOperand:  # type: ignore[override]
-        """The operand of an orientation; StaleWeightError if this phase's gather left it out."""
+        """The operand of an orientation; StaleWeightError if this phase's gather left it out, or is outdated."""
+        if self.flight.moved_on is not None and self.flight.moved_on():
+            raise StaleWeightError(
+                "a gathered copy of the quantised weight is older than its master",
+                where=self.spec.fqn,
+                remedy="call quaver.attach(optimizer, model) so that each step refreshes it and frees such copies, or "
+                "quaver.refresh(model) after writing it yourself",
+            )
         return self.operand(self.physical, self.spec, orientation)
 
     def refresh_from_master(self, master_shard: torch.Tensor) -> None:
@@ -127,7 +142,7 @@ class QuantizedWeightTensor(torch.Tensor):
         fresh = self.quantize_master(master, self.spec)
         self.physical.clear()
         self.physical.update(fresh)
-        self.version_cell[0] += 1
+        self.flight.version += 1
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.spec.fqn!r}, {tuple(self.shape)}, holds {list(self.physical)})"
@@ -135,14 +150,14 @@ class QuantizedWeightTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         for field, tensor in self.physical.items():  # torch reads physical tensors as attributes
             self.__dict__[field] = tensor
-        return list(self.physical), (self.spec, tuple(self.shape), self.version_cell)
+        return list(self.physical), (self.spec, tuple(self.shape), self.flight)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: Physical, meta: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedWeightTensor:
-        spec, shape, cell = meta
-        return cls(inner, shape, spec, cell)
+        spec, shape, flight = meta
+        return cls(inner, shape, spec, flight)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -153,9 +168,9 @@ class QuantizedWeightTensor(torch.Tensor):
         kwargs = kwargs or {}
         this = args[0]
         if func in (aten.detach.default, aten.alias.default):
-            return cls(this.physical, this.shape, this.spec, this.version_cell)
+            return cls(this.physical, this.shape, this.spec, this.flight)
         if func is aten.as_strided.default and tuple(args[1]) == tuple(this.shape):
-            return cls(this.physical, this.shape, this.spec, this.version_cell)
+            return cls(this.physical, this.shape, this.spec, this.flight)
         if func is aten.zeros_like.default:  # FSDP reduces a zero gradient for a weight that was not used
             return torch.zeros(this.shape, dtype=kwargs.get("dtype") or this.dtype, device=this.device)
         spec = next((a.spec for a in args if isinstance(a, QuantizedWeightTensor)), None)
