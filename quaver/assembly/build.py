@@ -135,9 +135,7 @@ class Assembly:
         reshard = self.config.fsdp_config.reshard_after_forward
         for _, moe in iter_moe_layers(layer):
             shard_module(moe.gate, mesh, reshard_after_forward=reshard, mp_policy=PARAMS_FP32)
-        shard_module(
-            layer, mesh, reshard_after_forward=reshard, mp_policy=PARAMS_BF16, replicated=kept
-        )
+        shard_module(layer, mesh, reshard_after_forward=reshard, mp_policy=PARAMS_BF16, replicated=kept)
 
     def _keep_replicated(self, fqn: str) -> set[nn.Parameter]:
         """The unit's weights that stay whole on every rank, at rest and in every GEMM."""
@@ -247,6 +245,4 @@ def upcast_parameters(unit: nn.Module) -> None:
 
 def checkpoint_layer(layer: nn.Module) -> None:
     """Recomputes the layer's forward in backward; the module and its parameters' names stay as they are."""
-    layer.forward = functools.partial(
-        checkpoint, layer.forward, use_reentrant=False, early_stop=False
-    )
+    layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, early_stop=False)

@@ -20,7 +20,9 @@ LAYOUTS = ("per_expert", "fused")
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that saved checkpoints.")],
-    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; must not exist yet.")],
+    out_dir: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder to write; must not exist yet.")
+    ],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32 (the masters as they are).")] = "bfloat16",
     experts: Annotated[
         str, typer.Option(help="per_expert, as DeepSeek publishes, or fused, as transformers builds.")
@@ -45,7 +47,9 @@ def export(
         return
     console = out()
     size = sum(report.files.values()) / 2**20
-    console.print(f"{len(report.weight_map)} tensors, {size:,.1f} MiB, {report.dtype}, experts {report.experts}")
+    console.print(
+        f"{len(report.weight_map)} tensors, {size:,.1f} MiB, {report.dtype}, experts {report.experts}"
+    )
     for key, reason in report.dropped.items():
         console.print(printable(f"dropped {key}: {reason}"), markup=False)
     for key, reason in report.not_written.items():

@@ -19,7 +19,9 @@ from typing import Any
 
 from quaver.cli.console import err, note, printable
 
-LAUNCHED = "QUAVER_LAUNCHED"  # set in the processes: errors are recorded there and shown here, the first one first
+LAUNCHED = (
+    "QUAVER_LAUNCHED"  # set in the processes: errors are recorded there and shown here, the first one first
+)
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5  # for the other ranks, once one is dead; they wait for it in a collective
 
@@ -39,7 +41,7 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     context = start_processes(
         name="quaver",
         entrypoint=sys.executable,
-        args={rank: ("-m", "quaver", *arguments) for rank in range(ranks)},
+        args=dict.fromkeys(range(ranks), ("-m", "quaver", *arguments)),
         envs={
             rank: {
                 "RANK": str(rank),

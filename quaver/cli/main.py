@@ -17,6 +17,8 @@ from typer.core import TyperGroup
 
 from quaver.cli.console import note, show_error, show_warnings
 from quaver.cli.doctor import doctor
+from quaver.cli.export import export
+from quaver.cli.launch import record_error
 from quaver.cli.plan import plan
 from quaver.cli.quiet import drop_known_noise
 from quaver.cli.report import report
@@ -37,7 +39,8 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except QuaverError as error:
-            show_error(error)
+            if not record_error(error):
+                show_error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             note("stopped")
@@ -78,6 +81,7 @@ def quaver(
 app.command()(train)
 app.command()(plan)
 app.command()(report)
+app.command()(export)
 app.command()(doctor)
 
 
@@ -92,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if argv is None else list(argv), prog_name="quaver")
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if not record_error(error):
+            traceback.print_exc()
         sys.exit(UNFORESEEN)
     sys.exit(0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -31,9 +31,7 @@ def _help_config(wanted: bool) -> None:
 def train(
     config: CONFIG,
     overrides: OVERRIDES = None,
-    nproc: Annotated[
-        int, typer.Option(min=1, help="Processes; this release trains on 1 (--dry-run takes any).")
-    ] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine, one rank each.")] = 1,
     name: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The run's name: runs/NAME, or NAME-2 and so on."),
@@ -42,7 +40,8 @@ def train(
         Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run; must not exist yet.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint; not supported in this release.")
+        bool,
+        typer.Option("--resume", help="Go on from the newest whole checkpoint of --out, else of runs/NAME*."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all that can be known without training, then stop.")
@@ -60,22 +59,26 @@ def train(
 ) -> None:
     """Train a model from one YAML file.
 
-    Ctrl-C ends the run after the step that it is in, with its folder complete; Ctrl-C again stops at once.
+    Ctrl-C ends the run after the step that it is in, with its folder complete (and a checkpoint, where the
+    run saves any); Ctrl-C again stops at once.
 
     Example: quaver train configs/tiny/mxfp8.yaml training.steps=100 optimizer.lr=5e-4 --name trial
     """
-    _refuse(nproc, resume, name, out_dir, dry_run)
+    if name is not None and out_dir is not None:
+        raise ConfigError("both name the run's folder", where="--name and --out", remedy="give one of them")
     changes = [*(overrides or ()), *([f"name={json.dumps(name)}"] if name is not None else [])]
     from quaver.config import load_config
 
     run_config = load_config(config, changes)  # before torch is imported: a typing error is told at once
+    if nproc > 1 and not dry_run:
+        _launch(run_config, config, changes, nproc, out_dir, resume, as_json)
     with stdout_kept_clean(as_json):
         if dry_run:
             from quaver.cli.dry_run import check, show
 
             document = check(run_config, nproc if nproc > 1 else None, out_dir)
         else:
-            result, observer = _train(run_config, out_dir)
+            result, observer = _train(run_config, out_dir, resume)
     if dry_run:
         write_json(document) if as_json else show(document, out())
     elif as_json:
@@ -84,25 +87,28 @@ def train(
         _show_result(result, observer)
 
 
-def _refuse(nproc: int, resume: bool, name: str | None, out_dir: Path | None, dry_run: bool) -> None:
-    """What the flags ask for and this release does not do."""
-    if resume:
-        raise ConfigError(
-            "not supported: resuming a run is not part of this release",
-            where="--resume",
-            remedy="start the run anew, without --resume",
-        )
-    if nproc > 1 and not dry_run:
-        raise ConfigError(
-            "not supported: training on more than one process is not part of this release",
-            where=f"--nproc {nproc}",
-            remedy="leave --nproc away; quaver plan --world-size shows what more ranks would do",
-        )
-    if name is not None and out_dir is not None:
-        raise ConfigError("both name the run's folder", where="--name and --out", remedy="give one of them")
+def _launch(
+    run_config: RunConfig,
+    path: Path,
+    changes: list[str],
+    nproc: int,
+    out_dir: Path | None,
+    resume: bool,
+    as_json: bool,
+) -> NoReturn:
+    """Starts the ranks; what can be known beforehand is told once, here, and not by each of them."""
+    from quaver.cli.launch import launch
+    from quaver.training import dry_run
+
+    dry_run(run_config, nproc)
+    arguments = ["train", str(path), *changes]
+    if out_dir is not None:
+        arguments += ["--out", str(out_dir)]
+    arguments += ["--resume"] * resume + ["--json"] * as_json
+    raise typer.Exit(launch(arguments, nproc))
 
 
-def _train(config: RunConfig, out_dir: Path | None) -> tuple[RunResult, Observer]:
+def _train(config: RunConfig, out_dir: Path | None, resume: bool) -> tuple[RunResult, Observer]:
     """Trains with the observer that suits stderr."""
     console = err()
     if console.is_terminal:
@@ -110,17 +116,17 @@ def _train(config: RunConfig, out_dir: Path | None) -> tuple[RunResult, Observer
 
         with ProgressView(console, config.name) as view:
             view.on_stage("loading torch and transformers", 0, None)
-            return _run(config, out_dir, view), view
+            return _run(config, out_dir, resume, view), view
     from quaver.cli.lines import LineView
 
     lines = LineView(config.name)
-    return _run(config, out_dir, lines), lines
+    return _run(config, out_dir, resume, lines), lines
 
 
-def _run(config: RunConfig, out_dir: Path | None, observer: Any) -> RunResult:
+def _run(config: RunConfig, out_dir: Path | None, resume: bool, observer: Any) -> RunResult:
     from quaver.training import train as train_run
 
-    return train_run(config, out=out_dir, observer=observer)
+    return train_run(config, out=out_dir, resume=resume, observer=observer)
 
 
 def _show_result(result: RunResult, observer: Any) -> None:

@@ -10,7 +10,6 @@ from quaver.config.base import Many, Section, Text, only, supported
 from quaver.config.problems import problem
 
 
-
 class TrainingConfig(Section):
     """Length of the run, validation, samples and what is done about non-finite steps."""
 

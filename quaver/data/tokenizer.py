@@ -110,6 +110,7 @@ class LibraryTokenizer:
 
     def __init__(self, definition: str, *, name: str, eos: str | None, where: str) -> None:
         self.name = name
+        self.definition = definition
         self._where = where
         try:
             self._library = tokenizers.Tokenizer.from_str(definition)

@@ -61,7 +61,7 @@ def on_rank_zero(make: Callable[[], T]) -> T:
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
         raise box[1]
-    return box[0]  # type: ignore[no-any-return]
+    return box[0]
 
 
 def gather_rows(row: torch.Tensor) -> torch.Tensor:

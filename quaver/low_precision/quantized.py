@@ -39,7 +39,9 @@ class FlightState:
     """What all aliases of a weight in flight share, beside its physical tensors."""
 
     version: int = 0
-    moved_on: Callable[[], bool] | None = None  # of a gathered copy: has its shard's master been written since?
+    moved_on: Callable[[], bool] | None = (
+        None  # of a gathered copy: has its shard's master been written since?
+    )
 
 
 class QuantizedWeightTensor(torch.Tensor):
@@ -89,9 +91,7 @@ class QuantizedWeightTensor(torch.Tensor):
     # what a format defines ---------------------------------------------------------------------------------
 
     @classmethod
-    def quantize_master(
-        cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None
-    ) -> Physical:
+    def quantize_master(cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None) -> Physical:
         """Physical tensors of an FP32 master; one call of the backend with a weight role."""
         raise TypeError(f"{cls.__name__} is a base: quantise through one of its formats")
 
@@ -191,9 +191,7 @@ class MXFP8Tensor(QuantizedWeightTensor):
     FIELDS = ("row_data", "row_scale", "col_data", "col_scale")
 
     @classmethod
-    def quantize_master(
-        cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None
-    ) -> Physical:
+    def quantize_master(cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None) -> Physical:
         """Both directions in one call; where shards cut column blocks, those take the whole blocks' scales.
 
         Then `col_scale` holds all blocks of the whole weight and stays replicated: only codes are gathered.
@@ -257,9 +255,7 @@ class HiF8Tensor(QuantizedWeightTensor):
     FIELDS = ("data", "scale")
 
     @classmethod
-    def quantize_master(
-        cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None
-    ) -> Physical:
+    def quantize_master(cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None) -> Physical:
         """One call; a sharded dense weight takes the maximum of all its shards, so that its scale is one."""
         amax = None
         if shard is not None and spec.kind == "dense":

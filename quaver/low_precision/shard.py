@@ -53,7 +53,9 @@ def shard_of(parameter: torch.Tensor, fqn: str) -> Shard | None:
     total = parameter.shape[0]
     if total % size:
         raise PlanError(
-            f"{total} rows do not divide by {size} ranks", where=fqn, remedy="fsdp_config.fallback_to_unsharded: true"
+            f"{total} rows do not divide by {size} ranks",
+            where=fqn,
+            remedy="fsdp_config.fallback_to_unsharded: true",
         )
     rows = total // size
     return Shard(mesh.get_local_rank(mesh.ndim - 1) * rows, rows, total, mesh.get_group(mesh.ndim - 1))

@@ -39,7 +39,10 @@ def build_adamw(
     """
     # one kernel call takes tensors of one kind, so replicated (plain) ones stand apart from sharded ones
     groups: dict[str, list[tuple[str, Tensor]]] = {
-        "decay": [], "no_decay": [], "decay_replicated": [], "no_decay_replicated": [],
+        "decay": [],
+        "no_decay": [],
+        "decay_replicated": [],
+        "no_decay_replicated": [],
     }
     members = list(named_parameters)
     sharded = any(isinstance(parameter, DTensor) for _, parameter in members)

@@ -8,7 +8,22 @@ from quaver.training.step import StepResult, scheduled_lr, token_nats, train_ste
 from quaver.training.trainer import Trainer, dry_run, resolve, train
 
 __all__ = [
-    "Observer", "RunResult", "RunStart", "Silent", "StepResult", "Trainer", "Validation",
-    "check_run_folder", "continuation", "create_run_folder", "dry_run", "encode_number", "resolve",
-    "scheduled_lr", "token_nats", "train", "train_step", "validate",
+    "Observer",
+    "RunResult",
+    "RunStart",
+    "Silent",
+    "StepResult",
+    "Trainer",
+    "Validation",
+    "check_run_folder",
+    "continuation",
+    "create_run_folder",
+    "dry_run",
+    "encode_number",
+    "resolve",
+    "scheduled_lr",
+    "token_nats",
+    "train",
+    "train_step",
+    "validate",
 ]

@@ -83,7 +83,9 @@ class RunCheckpoints:
         state = self.state(Progress())
         loaded = load(found.path, state, verified=True)
         if loaded.config_digest != state.config_digest:
-            self.on_message("the config differs from the one that saved this checkpoint; the one given now holds")
+            self.on_message(
+                "the config differs from the one that saved this checkpoint; the one given now holds"
+            )
         if not loaded.rng:
             self.on_message("another number of ranks: the random generators start anew")
         self.on_message(f"resuming from {found.path.name}")
@@ -105,7 +107,9 @@ class RunCheckpoints:
             loader=False,
             verified=True,
         )
-        self.on_message(f"started from {found.path}, step {loaded.step}, recipe {loaded.recipe or 'none (BF16)'}")
+        self.on_message(
+            f"started from {found.path}, step {loaded.step}, recipe {loaded.recipe or 'none (BF16)'}"
+        )
 
     def after_step(self, progress: Progress) -> None:
         """Saves where it is due; raises the error of an asynchronous save that has ended."""

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 
 from quaver.assembly import assemble
 from quaver.checkpoint import TrainState, load, locate
 from quaver.checkpoint.hf_export import ExportReport, export_hf
-from quaver.checkpoint.hf_tokenizer import TokenizerDefinition, byte_tokenizer_definition, library_tokenizer_definition
+from quaver.checkpoint.hf_tokenizer import (
+    TokenizerDefinition,
+    byte_tokenizer_definition,
+    library_tokenizer_definition,
+)
 from quaver.config import load_config
 from quaver.data import ByteTokenizer, LibraryTokenizer, prepare_data
 from quaver.distributed import init_world, local_tensor, shard_mesh
@@ -67,5 +72,6 @@ def _definition(tokenizer: Any) -> TokenizerDefinition | None:
     if isinstance(tokenizer, ByteTokenizer):
         return byte_tokenizer_definition()
     if isinstance(tokenizer, LibraryTokenizer):
-        return library_tokenizer_definition(tokenizer)
+        eos = tokenizers.Tokenizer.from_str(tokenizer.definition).id_to_token(tokenizer.eos_id)
+        return library_tokenizer_definition(tokenizer.definition, name=tokenizer.name, eos_token=eos)
     return None

@@ -54,12 +54,13 @@ class Progress:
         try:
             if saved.keys() != fields.keys():
                 raise ValueError(f"fields {sorted(saved)}")
-            values = {
+            values: dict[str, Any] = {
                 k: float.fromhex(v) if isinstance(fields[k], float) else int(v) for k, v in saved.items()
             }
         except (TypeError, ValueError) as error:
             raised = CheckpointError(
-                f"the run's counters in the checkpoint are not readable: {error}", where="state.json: progress"
+                f"the run's counters in the checkpoint are not readable: {error}",
+                where="state.json: progress",
             )
             raised.exit_code = 2
             raise raised from error

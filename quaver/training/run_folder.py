@@ -33,9 +33,7 @@ def check_run_folder(out: str | os.PathLike[str] | None, runs: Path = RUNS) -> N
         raise _not_makeable(f"{above} is not writable", wanted)
 
 
-def find_run_folder(
-    name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS
-) -> Path | None:
+def find_run_folder(name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS) -> Path | None:
     """The folder that a resumed run goes on in: `out`, else the newest of runs/<name>*; None if there is none."""
     if out is not None:
         folder = Path(out)
@@ -139,7 +137,10 @@ def _commit() -> str | None:
     try:
         head = subprocess.run(
             ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True, text=True, timeout=10, check=True,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

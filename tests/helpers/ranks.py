@@ -30,7 +30,13 @@ def free_port() -> int:
 
 
 def run_ranks(
-    module: str, function: str, cases: list[Any], *, ranks: int, timeout: float = 600, env: dict[str, str] | None = None
+    module: str,
+    function: str,
+    cases: list[Any],
+    *,
+    ranks: int,
+    timeout: float = 600,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """`function(case)` for each case on `ranks` processes; returns rank 0's answers.
 
@@ -67,7 +73,8 @@ def run_ranks(
             for process in processes:
                 process.kill()
         logs = "\n".join(
-            f"--- rank {rank}, exit code {codes[rank]}\n" + (Path(folder) / f"rank{rank}.log").read_text()[-3000:]
+            f"--- rank {rank}, exit code {codes[rank]}\n"
+            + (Path(folder) / f"rank{rank}.log").read_text()[-3000:]
             for rank in range(ranks)
         )
         assert codes == [0] * ranks, logs

@@ -18,7 +18,14 @@ from helpers.micro import FORMATS, MODEL, RULES
 from quaver.assembly import Assembly, assemble
 from quaver.config import load_config
 from quaver.data import Loader, prepare_data
-from quaver.distributed import PARAMS_BF16, FSDPGatherContext, local_tensor, reshard_all, shard_mesh, shard_module
+from quaver.distributed import (
+    PARAMS_BF16,
+    FSDPGatherContext,
+    local_tensor,
+    reshard_all,
+    shard_mesh,
+    shard_module,
+)
 from quaver.distributed.fsdp import fsdp_modules
 from quaver.low_precision import MasterWeight
 from quaver.training.step import accumulate, scheduled_lr, token_nats, trainable, update
@@ -36,8 +43,12 @@ def config_of(case: dict[str, Any]) -> Any:
         "fsdp_config": {"reshard_after_forward": case.get("reshard", True)},
         "gradient_checkpointing": {"activation_checkpoint": case.get("recompute", "off")},
         "gradient_accumulation_steps": case.get("accumulation", 1),
-        "data": {"sources": [{"path": case["corpus"]}], "seq_len": 32, "cache_dir": case["cache"],
-                 "validation_fraction": 0.1},
+        "data": {
+            "sources": [{"path": case["corpus"]}],
+            "seq_len": 32,
+            "cache_dir": case["cache"],
+            "validation_fraction": 0.1,
+        },
         "training": {"steps": 10, "micro_batch_size": case.get("batch", 2)},
         # clipping is active: gradient norms of these runs are between 2 and 5
         "optimizer": {"lr": 3e-3, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup_steps": 2}},
@@ -93,8 +104,12 @@ def train_case(case: dict[str, Any]) -> dict[str, Any]:
     assembly = assemble(config, shard_mesh(config.fsdp_config.dp_shard_size), torch.device("cpu"))
     data = prepare_data(config.data, seed=config.seed)
     loader = Loader(
-        data.train, seq_len=config.data.seq_len, micro_batch_size=config.training.micro_batch_size, seed=config.seed,
-        rank=dist.get_rank(), world_size=dist.get_world_size(),
+        data.train,
+        seq_len=config.data.seq_len,
+        micro_batch_size=config.training.micro_batch_size,
+        seed=config.seed,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
     )
     losses, norms = [], []
     for step in range(case.get("steps", 3)):
@@ -114,7 +129,10 @@ def reference_case(case: dict[str, Any]) -> dict[str, Any]:
     assembly = assemble(config, shard_mesh(None), torch.device("cpu"))
     data = prepare_data(config.data, seed=config.seed)
     loader = Loader(
-        data.train, seq_len=config.data.seq_len, micro_batch_size=config.training.micro_batch_size, seed=config.seed
+        data.train,
+        seq_len=config.data.seq_len,
+        micro_batch_size=config.training.micro_batch_size,
+        seed=config.seed,
     )
     losses, norms = [], []
     for step in range(case.get("steps", 3)):
@@ -126,7 +144,9 @@ def reference_case(case: dict[str, Any]) -> dict[str, Any]:
                 loss = token_nats(assembly.model, batch) / tokens
                 loss.backward()
                 total += loss.detach().double().item()
-                grads[index].append({n: p.grad for n, p in assembly.model.named_parameters() if p.grad is not None})
+                grads[index].append(
+                    {n: p.grad for n, p in assembly.model.named_parameters() if p.grad is not None}
+                )
                 assembly.model.zero_grad(set_to_none=True)
         for name, parameter in assembly.model.named_parameters():
             if parameter.requires_grad:
@@ -175,7 +195,11 @@ def gathered_case(case: dict[str, Any]) -> dict[str, Any]:
         quaver.quantize_modules(net, low, plan=[rule])
     shard_module(model, shard_mesh(None), reshard_after_forward=False, mp_policy=PARAMS_BF16)
     quaver.refresh(model)
-    x = torch.randn(64, case["columns"], generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    x = (
+        torch.randn(64, case["columns"], generator=torch.Generator().manual_seed(1))
+        .bfloat16()
+        .requires_grad_()
+    )
     model.unshard()
     y = model[0](x)
     held = dict(model[0].weight.physical)
@@ -185,8 +209,10 @@ def gathered_case(case: dict[str, Any]) -> dict[str, Any]:
     (g,) = torch.autograd.grad(y.float().square().sum(), x)
     (g_whole,) = torch.autograd.grad(y_whole.float().square().sum(), x)
     model.reshard()
-    (_, local), = quantised_weights(model).values()
-    sent = {s.field for s in local.pre_all_gather(FSDPGatherContext("backward", True, "a"), x.shape, 2)[1].sent}
+    ((_, local),) = quantised_weights(model).values()
+    sent = {
+        s.field for s in local.pre_all_gather(FSDPGatherContext("backward", True, "a"), x.shape, 2)[1].sent
+    }
     return {
         "equal": equal,
         "outputs_equal": torch.equal(y, y_whole) and torch.equal(g, g_whole),
@@ -209,7 +235,9 @@ def bytes_case(case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(case)
     assembly = assemble(config, shard_mesh(None), torch.device("cpu"))
     data = prepare_data(config.data, seed=config.seed)
-    batch = Loader(data.train, seq_len=32, micro_batch_size=2, seed=7, rank=dist.get_rank(), world_size=2).next()
+    batch = Loader(
+        data.train, seq_len=32, micro_batch_size=2, seed=7, rank=dist.get_rank(), world_size=2
+    ).next()
     events = record_gathers()
     token_nats(assembly.model, batch)  # builds torch's buffers
     reshard_all(assembly.model)
@@ -217,17 +245,30 @@ def bytes_case(case: dict[str, Any]) -> dict[str, Any]:
     loss = token_nats(assembly.model, batch)
     forward = list(events)
     groups = [g for m in fsdp_modules(assembly.model) for g in m._get_fsdp_state()._fsdp_param_groups]
-    freed = all(o.untyped_storage().size() == 0 for g in groups[1:] for p in g.fsdp_params for o in p.all_gather_outputs)
+    freed = all(
+        o.untyped_storage().size() == 0
+        for g in groups[1:]
+        for p in g.fsdp_params
+        for o in p.all_gather_outputs
+    )
     events.clear()
     loss.backward()
-    computed = {phase: sorted(computed_bytes(groups, phase, case["reshard"])) for phase in ("forward", "backward")}
-    local = [t for p in assembly.model.parameters() if isinstance(local_tensor(p), MasterWeight)
-             for t in local_tensor(p).physical.values()]
+    computed = {
+        phase: sorted(computed_bytes(groups, phase, case["reshard"])) for phase in ("forward", "backward")
+    }
+    local = [
+        t
+        for p in assembly.model.parameters()
+        if isinstance(local_tensor(p), MasterWeight)
+        for t in local_tensor(p).physical.values()
+    ]
     return {
         "gathers": {"forward": sorted(forward), "backward": sorted(events)},
         "computed": computed,
         "high_precision_of_planned": [
-            p._param_fqn for g in groups for p in g.fsdp_params
+            p._param_fqn
+            for g in groups
+            for p in g.fsdp_params
             if isinstance(p._sharded_local_tensor, MasterWeight)
             and any(o.dtype is not torch.uint8 and o.numel() > 64 for o in p.all_gather_outputs)
         ],
@@ -252,7 +293,7 @@ def record_gathers() -> list[int]:
 
 
 def computed_bytes(groups: list[Any], phase: str, reshard: bool) -> list[int]:
-    """Bytes a rank sends in each group's gather, from shapes: codes and scales of planned weights, BF16 or FP32 else."""
+    """Bytes a rank sends in each gather, from shapes: codes and scales of planned weights, BF16 or FP32 else."""
     if phase == "backward" and not reshard:
         return []  # still gathered from forward
     sizes = []

@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-
 from helpers.ranks import run_ranks
 
 MATRIX = pytest.mark.skipif(not os.environ.get("QUAVER_MATRIX"), reason="part of `make test-matrix`")
@@ -57,7 +56,9 @@ def test_four_ranks_and_two_by_two_stay_within_rounding(case, tmp_path, fmt: str
 @pytest.mark.slow
 def test_eight_experts_on_two_ranks(case) -> None:
     both = [case(format="mxfp8", ranks=2, model={"n_routed_experts": 8})]
-    assert run_ranks("cases", "reference_case", both, ranks=1) == run_ranks("cases", "train_case", both, ranks=2)
+    assert run_ranks("cases", "reference_case", both, ranks=1) == run_ranks(
+        "cases", "train_case", both, ranks=2
+    )
 
 
 @pytest.mark.slow
@@ -74,7 +75,10 @@ def test_shards_that_cut_blocks_are_exact(case) -> None:
 
 @pytest.mark.slow
 def test_three_ranks_refuse_by_name_or_keep_weights_whole(case) -> None:
-    runs = [case(format=f, ranks=3, steps=3, overrides=["fsdp_config.fallback_to_unsharded=true"]) for f in ("mxfp8", "hif8")]
+    runs = [
+        case(format=f, ranks=3, steps=3, overrides=["fsdp_config.fallback_to_unsharded=true"])
+        for f in ("mxfp8", "hif8")
+    ]
     refused, *kept = run_ranks("cases", "train_or_refuse", [case(format="mxfp8"), *runs], ranks=3)
     assert "model.layers.0.self_attn.q_proj.weight" in refused["error"]
     assert "64 rows do not divide by 3 ranks" in refused["error"]

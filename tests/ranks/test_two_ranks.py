@@ -7,7 +7,6 @@ import itertools
 import os
 
 import pytest
-
 from helpers.ranks import run_ranks
 
 FORMATS, RESHARD, RECOMPUTE, ACCUMULATION = ("mxfp8", "hif8", "bf16"), (True, False), ("off", "full"), (1, 4)
@@ -16,8 +15,14 @@ FULL = [
     for f, r, c, a in itertools.product(FORMATS, RESHARD, RECOMPUTE, ACCUMULATION)
 ]
 PAIRWISE = [
-    ("mxfp8", True, "off", 1), ("mxfp8", False, "full", 4), ("hif8", True, "full", 4), ("hif8", False, "off", 1),
-    ("bf16", True, "full", 1), ("bf16", False, "off", 4), ("mxfp8", True, "off", 4), ("hif8", False, "full", 1),
+    ("mxfp8", True, "off", 1),
+    ("mxfp8", False, "full", 4),
+    ("hif8", True, "full", 4),
+    ("hif8", False, "off", 1),
+    ("bf16", True, "full", 1),
+    ("bf16", False, "off", 4),
+    ("mxfp8", True, "off", 4),
+    ("hif8", False, "full", 1),
 ]
 
 
@@ -38,8 +43,15 @@ def test_the_selection_covers_every_pair() -> None:
 @pytest.fixture(scope="module")
 def cases(corpus, tmp_path_factory) -> list[dict]:
     cache = tmp_path_factory.mktemp("cache")
-    chosen = [*selection(), {"format": "mxfp8", "accumulation": 4, "late": True,
-                             "overrides": ["fsdp_config.reduce_every_micro_step=false"]}]
+    chosen = [
+        *selection(),
+        {
+            "format": "mxfp8",
+            "accumulation": 4,
+            "late": True,
+            "overrides": ["fsdp_config.reduce_every_micro_step=false"],
+        },
+    ]
     return [{**case, "ranks": 2, "corpus": str(corpus), "cache": str(cache)} for case in chosen]
 
 
