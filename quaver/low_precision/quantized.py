@@ -37,7 +37,9 @@ class FlightState:
     """What all aliases of a weight in flight share, beside its physical tensors."""
 
     version: int = 0
-    moved_on: Callable[[], bool] | None = None  # of a gathered copy: has its shard's master been written since?
+    moved_on: Callable[[], bool] | None = (
+        None  # of a gathered copy: has its shard's master been written since?
+    )
 
 
 class QuantizedWeightTensor(torch.Tensor):
