@@ -22,7 +22,20 @@ from quaver.backends.reference import ReferenceBackend
 from quaver.backends.registry import backend_for
 
 __all__ = [
-    "CONTRACTED", "GEMMS", "Backend", "Gemm", "GemmSite", "Layout", "Ledger", "OperandError", "Orientation",
-    "PlannedSite", "QuantizationRole", "QuantizedOperand", "ReferenceBackend", "ScalingSpec", "backend_for",
+    "CONTRACTED",
+    "GEMMS",
+    "Backend",
+    "Gemm",
+    "GemmSite",
+    "Layout",
+    "Ledger",
+    "OperandError",
+    "Orientation",
+    "PlannedSite",
+    "QuantizationRole",
+    "QuantizedOperand",
+    "ReferenceBackend",
+    "ScalingSpec",
+    "backend_for",
     "in_backward",
 ]

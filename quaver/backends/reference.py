@@ -7,6 +7,7 @@ says, and a laptop's CPU computes them. May import: torch, errors, config, contr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -191,32 +192,43 @@ def _check_scales(codec: Codec, operand: QuantizedOperand, ends: list[int] | Non
         raise OperandError(misfit, where=where, remedy="quantise it through the same backend")
 
 
-def product(a: torch.Tensor | None, b: torch.Tensor | None, expert: int | None = None) -> torch.Tensor | None:
-    """alpha_a * alpha_b, [E] scales indexed by `expert`, in FP64, where two FP32 factors multiply exactly;
-    None where neither operand has one."""
+Alpha = torch.Tensor | float | None
+
+
+def product(a: torch.Tensor | None, b: torch.Tensor | None, expert: int | None = None) -> Alpha:
+    """alpha_a * alpha_b in FP64, where two FP32 factors multiply exactly; [E] scales indexed by `expert`.
+
+    A number on the CPU; elsewhere a 0-d tensor, since reading it would stall the device. None where neither
+    operand has a scale.
+    """
     scales = [s[expert] if s.ndim == 1 and expert is not None else s for s in (a, b) if s is not None]
     if not scales:
         return None
+    if scales[0].device.type == "cpu":
+        return math.prod(scale.item() for scale in scales)
     alpha = scales[0].double()
     for scale in scales[1:]:
         alpha = alpha * scale.double()
     return alpha
 
 
-def multiply(
-    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, output_dtype: torch.dtype
-) -> torch.Tensor:
+def multiply(a: torch.Tensor, b: torch.Tensor, alpha: Alpha, output_dtype: torch.dtype) -> torch.Tensor:
     """a @ b * alpha, accumulated in FP32 and rounded once to `output_dtype`."""
-    if a.dtype is not b.dtype:  # one operand refused BF16: both go the exact FP32 way
+    if (
+        a.dtype is not b.dtype or output_dtype is torch.float32
+    ):  # one operand refused BF16: both go the FP32 way
         a, b = a.float(), b.float()
-    with torch.autocast(a.device.type, enabled=False):  # autocast would round FP32 factors to BF16
-        if a.dtype is torch.bfloat16 and alpha is not None:
-            if a.device.type == "cpu":
-                # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no copy
-                return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=float(alpha))
-            a, b = a.float(), b.float()  # a host copy of alpha would stall the device
-        out = torch.mm(a, b)
+    if torch.is_autocast_enabled(a.device.type):
+        with torch.autocast(a.device.type, enabled=False):  # autocast would round FP32 factors to BF16
+            return multiply(a, b, alpha, output_dtype)
+    if a.dtype is torch.bfloat16 and alpha is not None:
+        if isinstance(alpha, float):
+            # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no copy
+            return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=alpha)
+        a, b = a.float(), b.float()
+    out = torch.mm(a, b)
     if alpha is not None:
         # FP32 outputs are scaled in FP64: an FP32 alpha would be a rounding more than the accumulation's own
-        out = out.double() * alpha if output_dtype is torch.float32 else out * alpha.float()
+        wide = out.double() if output_dtype is torch.float32 else out
+        out = wide * (alpha if isinstance(alpha, float) else alpha.to(wide.dtype))
     return out.to(output_dtype)

@@ -56,7 +56,9 @@ def not_written(folder: Path, cause: BaseException) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint could not be written: {reason_of(cause)}",
         where=str(named if named is not None else folder),
-        remedy=f"make room, or make the folder writable; {untouched}" if isinstance(cause, OSError) else untouched,
+        remedy=f"make room, or make the folder writable; {untouched}"
+        if isinstance(cause, OSError)
+        else untouched,
     )
 
 

@@ -81,7 +81,8 @@ def _look(folder: Path) -> tuple[dict[int, Path], list[tuple[Path, str]]]:
     """Candidates, newest first, and what can be told without reading them."""
     try:
         steps = saved_steps(folder)
-        skipped = [(path, "a save that did not finish") for path in sorted(folder.glob("step-*.tmp-*"))]
+        unfinished = [*folder.glob("step-*.tmp-*"), *folder.glob("step-*.old-*")]
+        skipped = [(path, "left over from a save that did not finish") for path in sorted(unfinished)]
         pointer = folder / LATEST
         if pointer.exists():
             name = pointer.read_text(encoding="utf-8", errors="replace").strip()

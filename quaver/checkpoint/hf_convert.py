@@ -57,19 +57,9 @@ class Conversion:
             wanted = self._wanted.get(fqn)
             if wanted is None:
                 self._drop(fqn)
-                continue
-            tensor = _checked(fqn, given, tuple(wanted.shape))
-            for key, piece in self._pieces(fqn, tensor):
-                written = piece.to(wanted.dtype, copy=True, memory_format=torch.contiguous_format)
-                if not torch.isfinite(written).all():
-                    raise cannot_start(
-                        f"the tensor holds values that are not finite in {written.dtype}",
-                        where=key if key == fqn else f"{key}, of {fqn}",
-                        remedy="export an earlier checkpoint of the run",
-                    )
-                if written.dtype is torch.float32 and self._config.dtype is not torch.float32:
-                    self.kept_fp32.append(key)
-                yield key, written
+            else:
+                yield from self._written(fqn, given, wanted)
+            del given  # before the next one is asked for
         missing = [fqn for fqn in self._wanted if fqn not in seen]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -78,6 +68,21 @@ class Conversion:
                 where=type(self._config).__name__,
                 remedy="export the whole model",
             )
+
+    def _written(
+        self, fqn: str, given: torch.Tensor, wanted: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, piece in self._pieces(fqn, _checked(fqn, given, tuple(wanted.shape))):
+            written = piece.to(wanted.dtype, copy=True, memory_format=torch.contiguous_format)
+            if not torch.isfinite(written).all():
+                raise cannot_start(
+                    f"the tensor holds values that are not finite in {written.dtype}",
+                    where=key if key == fqn else f"{key}, of {fqn}",
+                    remedy="export an earlier checkpoint of the run",
+                )
+            if written.dtype is torch.float32 and self._config.dtype is not torch.float32:
+                self.kept_fp32.append(key)
+            yield key, written
 
     def _drop(self, fqn: str) -> None:
         reason = dropped_because(fqn, self._config)

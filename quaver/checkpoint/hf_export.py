@@ -100,7 +100,7 @@ def export_hf(
     """
     out = Path(out).expanduser().absolute()
     _check_arguments(out, dtype, experts, max_shard_bytes, hf_config)
-    model = build_on_meta(hf_config, dtype)
+    model = build_on_meta(hf_config, dtype, "eager")  # the one attention that every architecture has
     config, changes = written_config(hf_config, model, dtype, tokenizer)
     notes = _tokenizer_notes(tokenizer, hf_config.vocab_size)
     beside = out.with_name(f".{out.name}.part-{os.urandom(4).hex()}")

@@ -126,7 +126,7 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     Raises:
         CheckpointError: exit code 2; it is missing, malformed, or does not fit the manifest.
     """
-    path = folder / INDEX
+    path = manifest.file(folder, INDEX)
     try:
         index = Index.model_validate(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError, ValidationError) as error:

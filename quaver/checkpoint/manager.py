@@ -6,8 +6,9 @@ May import: the room's files, errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,6 @@ from quaver.checkpoint.publish import Phase, SaveSteps
 from quaver.checkpoint.ranks import Ranks
 from quaver.checkpoint.state import STATE, RankRecord, RunRecord, TrainState, rank_file
 from quaver.checkpoint.views import MODEL, OPTIM, model_view, optimizer_view, settle
-from quaver.errors import CheckpointError
 
 
 class CheckpointManager:
@@ -85,17 +85,14 @@ class CheckpointManager:
         settle(state.model)
         tree = {MODEL: model_view(state.model), OPTIM: optimizer_view(state.model, state.optimizer)}
         partial = self._ranks.first_does(lambda: self._steps.start(step))
-        try:
+        with self._dropped_on_failure(partial):
             self._ranks.all_do(lambda: self._write_records(partial, run, rank))
             if self._executor is None:
                 write_tensors(tree, partial, self._ranks)
                 self._saved = self._finish(partial, run)
-                return final
-            future = start_writing(tree, partial, self._ranks)
-        except CheckpointError:
-            self._drop(partial)
-            raise
-        self._pending = self._executor.submit(self._finish_later, future, partial, run)
+            else:
+                writing = start_writing(tree, partial, self._ranks)
+                self._pending = self._executor.submit(self._finish_later, writing, partial, run)
         return final
 
     def poll(self) -> None:
@@ -155,37 +152,31 @@ class CheckpointManager:
             raise not_written(partial, error) from error
 
     def _finish_later(self, writing: Future[Any], partial: Path, run: RunRecord) -> Path:
-        try:
+        with self._dropped_on_failure(partial):
             finish_writing(writing, partial)
-        except CheckpointError:
-            self._drop(partial)
-            raise
-        return self._finish(partial, run)
+            return self._finish(partial, run)
 
     def _finish(self, partial: Path, run: RunRecord) -> Path:
         """From flushed tensors to a checkpoint; ranks share the digesting, the first does the rest."""
-        if self._ranks.first:
-            self._steps.tell_phase(run.step, "manifest")
-        try:
-            names = self._ranks.first_does(lambda: sorted(path.name for path in partial.iterdir()))
-            shares = self._ranks.all_do(lambda: _describe(partial, self._ranks.share(names)))
-            files = {name: entry for share in shares for name, entry in share.items()}
-            return self._ranks.first_does(lambda: self._steps.publish(partial, _manifest(run, files)))
-        except CheckpointError:
-            self._drop(partial)
-            raise
+        names = self._ranks.first_does(lambda: self._steps.written(partial, run.step))
+        shares = self._ranks.all_do(lambda: _describe(partial, self._ranks.share(names)))
+        files = {name: entry for share in shares for name, entry in share.items()}
+        manifest = Manifest(step=run.step, world_size=run.world_size, recipe=run.recipe, files=files)
+        return self._ranks.first_does(lambda: self._steps.publish(partial, manifest))
 
-    def _drop(self, partial: Path) -> None:
-        if self._ranks.first:
-            self._steps.drop(partial)
+    @contextmanager
+    def _dropped_on_failure(self, partial: Path) -> Iterator[None]:
+        """A save that failed goes, which also makes room; one that was killed goes at the next start."""
+        try:
+            yield
+        except Exception:
+            if self._ranks.first:
+                self._steps.drop(partial)
+            raise
 
 
 def _ignore(*_: Any) -> None:
     """Nobody listens."""
-
-
-def _manifest(run: RunRecord, files: dict[str, FileEntry]) -> Manifest:
-    return Manifest(step=run.step, world_size=run.world_size, recipe=run.recipe, files=files)
 
 
 def _describe(folder: Path, names: Sequence[str]) -> dict[str, FileEntry]:

@@ -78,6 +78,14 @@ class SaveSteps:
             raise not_written(partial, error) from error
         return partial
 
+    def written(self, partial: Path, step: int) -> list[str]:
+        """The files that the ranks have written, which are to be digested next."""
+        self.tell_phase(step, "manifest")
+        try:
+            return sorted(path.name for path in partial.iterdir())
+        except OSError as error:
+            raise not_written(partial, error) from error
+
     def publish(self, partial: Path, manifest: Manifest) -> Path:
         """From a folder whose files are written and digested to the newest checkpoint."""
         step, final = manifest.step, self.folder / step_name(manifest.step)

@@ -63,6 +63,12 @@ class Ranks:
         dist.all_gather_object(outcomes, outcome, group=self.group)
         return [_result(outcome, mine) for outcome in outcomes]
 
+    def each_does(self, action: Callable[[], T]) -> T:
+        """Every rank acts and gets its own result, or all raise the first failing rank's error."""
+        results: list[T] = []
+        self.all_do(lambda: results.append(action()))
+        return results[0]
+
     def first_does(self, action: Callable[[], T]) -> T:
         """The first rank acts; all get its result or its error."""
         if self.size == 1:

@@ -1,6 +1,6 @@
 """Eight-bit training of layers: recipes, quantised weights at rest and in flight, dense and grouped autograd.
 
-Reading order: recipe.py, quantized.py, master.py, dense.py, grouped.py, modules.py, refresh.py.
+Reading order: recipe.py, quantized.py, master.py (master_ops.py), dense.py, grouped.py, modules.py, refresh.py.
 """
 
 from quaver.low_precision.dense import low_precision_linear

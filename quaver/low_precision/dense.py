@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from quaver.backends import GemmSite, QuantizationRole, QuantizedOperand
 from quaver.errors import StaleWeightError
@@ -52,6 +53,7 @@ class _DenseGemms(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable  # a second derivative through codes would be zero without a word
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (g_TN,) = grads
         *saved, w_NK = ctx.saved_tensors

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand
 from quaver.low_precision.dense import Weight, check_version
@@ -140,6 +141,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         return (chosen.float() * weight_Tk.float().unsqueeze(-1)).sum(1).to(dtype)
 
     @staticmethod
+    @once_differentiable  # a second derivative through codes would be zero without a word
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (g_TH,) = grads
         (xc, xs, ac, as_, h, y, weight_Tk, order, inverse, token, ends, gate_up, down) = ctx.saved_tensors

@@ -2,7 +2,8 @@
 
 Every op unwraps to the FP32 master, so stock optimisers, clipping and DTensor work on it. What it adds is a
 cache of physical eight-bit tensors that all its views share, and a count of writes: reading the cache after a
-write and before a refresh raises, naming the weight. May import: quantized, recipe, distributed, errors.
+write and before a refresh raises, naming the weight. May import: master_ops, quantized, recipe,
+distributed, errors.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quaver.distributed import (
     schema_of,
 )
 from quaver.errors import StaleWeightError
+from quaver.low_precision.master_ops import CASTS, KEEPS_CLASS, REFUSED, is_inplace, is_view, written
 from quaver.low_precision.quantized import (
     FlightState,
     Physical,
@@ -35,38 +37,6 @@ from quaver.low_precision.quantized import (
 from quaver.low_precision.shard import Shard
 
 aten = torch.ops.aten
-
-# Fresh tensors that stay a MasterWeight (without codes): what FSDP2 and nn.Module make of a weight. Views stay
-# one as well, so that a write through any of them is counted.
-_KEEPS_CLASS = {
-    aten.clone.default,
-    aten.new_zeros.default,
-    aten.empty_like.default,
-    aten._to_copy.default,
-    aten._pin_memory.default,
-}
-# GEMMs, and the transposes through which F.linear and matmul reach them, would be a silent high-precision path.
-_REFUSED = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.matmul.default,
-    aten.linear.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.mv.default,
-    aten.dot.default,
-    aten.addmv.default,
-    aten.addbmm.default,
-    aten._grouped_mm.default,
-    aten._trilinear.default,
-    aten.convolution.default,
-    aten._sparse_addmm.default,
-}
-# A copy in another dtype is how autocast, and code that casts weights to its inputs, would come to a GEMM.
-_CASTS = {aten._to_copy, aten.to}
 
 
 @dataclass
@@ -279,7 +249,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, MasterWeight))
-        if func in _REFUSED:
+        if func in REFUSED:
             raise StaleWeightError(
                 f"{func} on a quantised weight would compute in high precision without a word",
                 where=first.fqn,
@@ -288,21 +258,25 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         if func in (aten.detach.default, aten.alias.default):
             # the same plain master, so that writes through either are seen by the one version counter
             return first._view(first.master)
-        _count_writes(func, args, kwargs)
+        for leaf in written(func, args, kwargs):  # autograd's own version counter never moves here
+            if isinstance(leaf, MasterWeight):
+                leaf.state.writes += 1
+                if leaf.owner is not None:
+                    leaf.owner.writes += 1
         plain_args, plain_kwargs = tree_map(
             lambda x: x.master if isinstance(x, MasterWeight) else x, (args, kwargs)
         )
         result = func(*plain_args, **plain_kwargs)
-        if args and isinstance(args[0], MasterWeight) and _is_inplace(func):
+        if args and isinstance(args[0], MasterWeight) and is_inplace(func):
             return args[0]
-        if func.overloadpacket in _CASTS and result.dtype is not torch.float32:
+        if func.overloadpacket in CASTS and result.dtype is not torch.float32:
             raise StaleWeightError(
                 f"a {result.dtype} copy of a quantised weight would compute in high precision without a word",
                 where=first.fqn,
                 remedy="call the low-precision module, or cast .master (or a state_dict() tensor) where it is meant",
             )
-        view = _is_view(func)
-        if func not in _KEEPS_CLASS and not view:
+        view = is_view(func)
+        if func not in KEEPS_CLASS and not view:
             return result
 
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -311,35 +285,3 @@ class MasterWeight(FSDPExtension, torch.Tensor):
             return first._view(tensor) if view else MasterWeight(tensor, first.spec)
 
         return tree_map_only(torch.Tensor, wrap, result)
-
-
-def _is_view(func: Any) -> bool:
-    """True for ops whose result shares storage with an input."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-
-
-def _is_inplace(func: Any) -> bool:
-    """True for ops that return their first argument, written."""
-    first = func._schema.arguments[0] if func._schema.arguments else None
-    returns = func._schema.returns
-    return bool(
-        first is not None
-        and first.alias_info is not None
-        and first.alias_info.is_write
-        and len(returns) == 1
-        and returns[0].alias_info is not None
-        and returns[0].alias_info.is_write
-    )
-
-
-def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Marks each master that the op's schema says it writes; autograd's version counter never moves here."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, MasterWeight):
-                leaf.state.writes += 1
-                if leaf.owner is not None:
-                    leaf.owner.writes += 1

@@ -6,7 +6,7 @@ quaver.low_precision.grouped. May import: low_precision, errors, transformers.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,12 @@ from quaver.low_precision import (
     as_compute_dtype,
     low_precision_grouped_swiglu,
 )
+
+# How transformers describes stacked experts that are laid out as this adapter reads them.
+_LAYOUT = {
+    "is_transposed": False, "is_concatenated": True, "has_gate": True, "has_bias": False,
+    "has_post_expert_norm": False, "_is_expert_parallel": False,
+}  # fmt: skip
 
 
 class DeepseekV3LowPrecisionExperts(LowPrecisionModule, DeepseekV3Experts):
@@ -37,14 +43,24 @@ class DeepseekV3LowPrecisionExperts(LowPrecisionModule, DeepseekV3Experts):
         act = type(source.act_fn).__name__
         if act not in ("SiLU", "SiLUActivation"):
             raise PlanError(f"not supported: experts with activation {act}, wanted SiLU", where=fqn)
+        for flag, wanted in _LAYOUT.items():
+            if getattr(source, flag, wanted) != wanted:
+                raise PlanError(
+                    f"not supported: experts whose {flag} is {getattr(source, flag)}, wanted {wanted}",
+                    where=fqn,
+                )
+        experts: Any = source
+        E, H, F = experts.num_experts, experts.hidden_dim, experts.intermediate_dim
+        for name, shape in {"gate_up_proj": (E, 2 * F, H), "down_proj": (E, H, F)}.items():
+            found = tuple(source.get_parameter(name).shape)
+            if found != shape:
+                raise PlanError(f"not supported: {name} of shape {found}, wanted {shape}", where=fqn)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module.num_experts = source.num_experts
-        module.hidden_dim = source.hidden_dim
-        module.intermediate_dim = source.intermediate_dim
+        for name in ("num_experts", "hidden_dim", "intermediate_dim", "config", *_LAYOUT):
+            if hasattr(source, name):
+                setattr(module, name, getattr(source, name))
         module.act_fn = source.act_fn
-        if hasattr(source, "config"):
-            module.config = source.config
         module.fqn, module.policy = fqn, policy
         for name in cls.WEIGHTS:
             module.register_parameter(name, source._parameters[name])

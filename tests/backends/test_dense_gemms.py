@@ -133,3 +133,19 @@ def test_codecs_are_data_and_an_unknown_format_is_named():
         backend.quantize(
             torch.ones(2, 32), spec=ScalingSpec("mxfp8_e4m3"), role=Role.INPUT_FWD, orientation="row"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_that_stay_on_a_device_give_the_same_numbers(dtype):
+    """There the product of the two scales is a tensor, because reading it would stall the device."""
+    from quaver.backends.reference import multiply
+
+    torch.manual_seed(7)
+    a, b = torch.randn(40, 64).bfloat16(), torch.randn(64, 48).bfloat16()
+    alpha = 0.3 * 1.7e-3
+    there = multiply(a, b, torch.tensor(alpha, dtype=torch.float64), dtype)
+    here = multiply(a, b, alpha, dtype)
+    assert there.dtype is here.dtype is dtype
+    for y in (there, here):
+        assert within_bound(y, a.double() * alpha, b.double()).all()
+    assert (there == here).float().mean() > 0.999

@@ -35,7 +35,9 @@ class Small(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, width] -> scalar."""
-        return ((self.second(torch.tanh(self.first(x))) * self.row) @ self.frozen.T.to(x.dtype)).square().mean()
+        return (
+            ((self.second(torch.tanh(self.first(x))) * self.row) @ self.frozen.T.to(x.dtype)).square().mean()
+        )
 
 
 class Cursor:
@@ -111,8 +113,12 @@ def scatter_generators(seed: int) -> None:
 def next_numbers() -> list[float]:
     """What each generator gives next; the gaussians come from the held half of a pair."""
     return [
-        random.gauss(0.0, 1.0), random.random(), float(np.random.standard_normal()), float(np.random.rand()),
-        float(torch.randn(())), float(torch.rand(())),
+        random.gauss(0.0, 1.0),
+        random.random(),
+        float(np.random.standard_normal()),
+        float(np.random.rand()),
+        float(torch.randn(())),
+        float(torch.rand(())),
     ]
 
 
@@ -120,12 +126,14 @@ def tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds of a run, whole, copied: an oracle for comparisons."""
     views = {f"model.{k}": v for k, v in model_view(state.model).items()}
     views |= {f"optim.{k}": v for k, v in optimizer_view(state.model, state.optimizer).items()}
-    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else local_tensor(v)).clone() for k, v in views.items()}
+    return {
+        k: (v.full_tensor() if hasattr(v, "full_tensor") else local_tensor(v)).clone()
+        for k, v in views.items()
+    }
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Keys that are not in both, or whose bits, dtype or shape differ."""
-    same = {
-        k for k in a.keys() & b.keys() if a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and torch.equal(a[k], b[k])
-    }
+    both = a.keys() & b.keys()
+    same = {k for k in both if a[k].dtype is b[k].dtype and torch.equal(a[k], b[k])}
     return sorted((a.keys() | b.keys()) - same)

@@ -103,9 +103,10 @@ def test_flipped_bits_all_over_the_tensors_are_found(folder: Path) -> None:
 def test_all_broken_says_why_of_each_and_ends_with_2(folder: Path) -> None:
     flip(folder / "step-00000001" / "state.json", 3)
     (folder / "step-00000002" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step-00000002: there is no manifest(.|\n)*step-00000001: state.json") as e:
+    reasons = r"step-00000002: there is no manifest(.|\n)*step-00000001: state.json"
+    with pytest.raises(CheckpointError, match=reasons) as caught:
         find_latest(folder)
-    assert e.value.exit_code == 2
+    assert caught.value.exit_code == 2
 
 
 def test_a_checkpoint_under_another_name_is_not_taken(folder: Path) -> None:
@@ -153,7 +154,7 @@ def test_load_from_takes_a_run_its_checkpoints_or_one_of_them(folder: Path, tmp_
             locate(wrong)
         assert caught.value.exit_code == 2
     flip(folder / "step-00000001" / "__0_0.distcp", 999)
-    with pytest.raises(CheckpointError, match="__0_0.distcp was changed"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp was changed"):
         locate(folder / "step-00000001")
 
 

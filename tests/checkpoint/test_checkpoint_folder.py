@@ -23,6 +23,11 @@ def save_steps(manager: CheckpointManager, state, *steps: int) -> None:
         manager.save(step, state)
 
 
+def save_and_wait(manager: CheckpointManager, step: int, state) -> None:
+    manager.save(step, state)
+    manager.wait()
+
+
 def test_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep=2) as manager:
         save_steps(manager, small_run(), 10, 20, 30, 100)
@@ -113,8 +118,7 @@ def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path, asynchronous: bool
             fill(disk / "filler", room)
             train_steps(state, 1)
             with pytest.raises(CheckpointError, match="No space left on device") as caught:
-                manager.save(2, state)
-                manager.wait()
+                save_and_wait(manager, 2, state)
             assert caught.value.exit_code == 3
             assert str(disk / "checkpoints" / "step-00000002.tmp-") in caught.value.where
             check_last_good(disk / "checkpoints", wanted)
@@ -154,18 +158,23 @@ def test_a_read_only_disk_leaves_the_last_good_one(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_leaves_the_last_good_one(tmp_path: Path) -> None:
-    state, folder = small_run(), tmp_path / "checkpoints"
+    state, folder, root = small_run(), tmp_path / "checkpoints", os.geteuid() == 0
     with CheckpointManager(folder) as manager:
         save_steps(manager, state, 1)
         wanted = tensors(state)
         folder.chmod(0o555)
+        if root:
+            os.seteuid(65534)  # root may write everywhere
         try:
-            with pytest.raises(CheckpointError, match="Permission denied"):
+            with pytest.raises(CheckpointError, match="Permission denied") as caught:
                 manager.save(2, state)
         finally:
+            if root:
+                os.seteuid(0)
             folder.chmod(0o755)
+    assert caught.value.exit_code == 3
+    assert "step-00000002.tmp-" in caught.value.where
     check_last_good(folder, wanted)
 
 
@@ -242,7 +251,9 @@ def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("where", ["poll", "save", "wait", "close"])
-def test_the_error_of_a_save_beside_comes_up_at_the_next_call(tmp_path: Path, monkeypatch, where: str) -> None:
+def test_the_error_of_a_save_beside_comes_up_at_the_next_call(
+    tmp_path: Path, monkeypatch, where: str
+) -> None:
     def full(writer, **results):
         raise OSError(28, "No space left on device")
 
@@ -255,7 +266,12 @@ def test_the_error_of_a_save_beside_comes_up_at_the_next_call(tmp_path: Path, mo
     manager.save(2, state)
     assert manager._pending is not None
     manager._pending.exception()  # it has ended
-    calls = {"poll": manager.poll, "wait": manager.wait, "close": manager.close, "save": lambda: manager.save(3, state)}
+    calls = {
+        "poll": manager.poll,
+        "wait": manager.wait,
+        "close": manager.close,
+        "save": lambda: manager.save(3, state),
+    }
     with pytest.raises(CheckpointError, match="No space left on device"):
         calls[where]()
     check_last_good(tmp_path, wanted)

@@ -19,7 +19,10 @@ HERE = Path(__file__).parent
 def test_a_killed_save_leaves_the_one_before_or_is_whole(tmp_path: Path, asynchronous: bool) -> None:
     result = subprocess.run(
         [sys.executable, str(HERE / "killed_saves.py"), str(tmp_path), str(asynchronous)],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
     killed = json.loads(result.stdout)

@@ -99,20 +99,29 @@ KEY = "optim.first.weight.master"
 EDITS: dict[str, tuple[Edit, str]] = {
     "a file outside": (lambda t: t[KEY]["pieces"][0].update(file="../../secret"), "manifest does not list"),
     "an absolute file": (lambda t: t[KEY]["pieces"][0].update(file="/etc/passwd"), "manifest does not list"),
-    "a file not listed": (lambda t: t[KEY]["pieces"][0].update(file="manifest.json"), "manifest does not list"),
+    "a file not listed": (
+        lambda t: t[KEY]["pieces"][0].update(file="manifest.json"),
+        "manifest does not list",
+    ),
     "beyond the end": (lambda t: t[KEY]["pieces"][0].update(length=10**12), "beyond the end"),
     "no pieces": (lambda t: t[KEY].update(pieces=[]), "0 of 7 rows"),
     "a piece twice": (lambda t: t[KEY]["pieces"].append(t[KEY]["pieces"][0]), "rows from 7 on"),
     "too few rows": (lambda t: t[KEY]["pieces"][0].update(sizes=[6, 6]), "6 of 7 rows"),
     "half the columns": (lambda t: t[KEY]["pieces"][0].update(sizes=[7, 3]), "rows from 0 on"),
     "a gap": (lambda t: t[KEY]["pieces"][0].update(offsets=[1, 0]), "rows from 0 on"),
-    "other dimensions": (lambda t: t[KEY]["pieces"][0].update(offsets=[0], sizes=[7]), "number of dimensions"),
+    "other dimensions": (
+        lambda t: t[KEY]["pieces"][0].update(offsets=[0], sizes=[7]),
+        "number of dimensions",
+    ),
     "another tensor's bytes": (
-        lambda t: t[KEY].update(pieces=[t["optim.row.master"]["pieces"][0] | {"offsets": [0, 0], "sizes": [7, 6]}]),
+        lambda t: t[KEY].update(
+            pieces=[t["optim.row.master"]["pieces"][0] | {"offsets": [0, 0], "sizes": [7, 6]}]
+        ),
         "is not the torch.float32 piece",
     ),
     "another dtype's bytes": (
-        lambda t: t[KEY].update(pieces=t["model.first.weight"]["pieces"]), "is not the torch.float32 piece",
+        lambda t: t[KEY].update(pieces=t["model.first.weight"]["pieces"]),
+        "is not the torch.float32 piece",
     ),
     "an unknown dtype": (lambda t: t[KEY].update(dtype="quint8"), "unknown dtype"),
     "negative": (lambda t: t[KEY]["pieces"][0].update(start=-1), "cannot be read"),
@@ -134,7 +143,9 @@ def test_an_index_that_lies_is_refused(folder: Path, edit: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["index.json", "state.json", "rank-00000.json", "manifest.json"])
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b"null", b'{"version": 1}', b'{"version": NaN}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[" * 100_000, b"null", b'{"version": 1}', b'{"version": NaN}']
+)
 def test_files_that_are_no_such_json_are_refused(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     if name != "manifest.json":
@@ -148,8 +159,14 @@ def test_files_that_are_no_such_json_are_refused(folder: Path, name: str, conten
 @pytest.mark.parametrize(
     "change",
     [
-        {"python_words": [1, 2]}, {"python_version": 2}, {"python_words": ["a"]}, {"numpy_words": [1]},
-        {"numpy_words": [-1] * 624}, {"numpy_position": 10**30}, {"torch_bytes": "AAAA"}, {"torch_bytes": "?"},
+        {"python_words": [1, 2]},
+        {"python_version": 2},
+        {"python_words": ["a"]},
+        {"numpy_words": [1]},
+        {"numpy_words": [-1] * 624},
+        {"numpy_position": 10**30},
+        {"torch_bytes": "AAAA"},
+        {"torch_bytes": "?"},
     ],
 )
 def test_states_that_are_none_of_a_generator_are_refused(folder: Path, change: dict) -> None:
@@ -158,7 +175,7 @@ def test_states_that_are_none_of_a_generator_are_refused(folder: Path, change: d
     record["random"].update(change)
     path.write_text(json.dumps(record))
     sign(folder)
-    with pytest.raises(CheckpointError, match="rank-00000.json") as caught:
+    with pytest.raises(CheckpointError, match=r"rank-00000\.json") as caught:
         load(folder, small_run(seed=4))
     assert caught.value.exit_code == 2
 
@@ -179,7 +196,7 @@ def test_a_manifest_lists_files_of_its_own_folder_only(folder: Path, name: str) 
         format="quaver-checkpoint", version=1, step=1, world_size=1, recipe=None, files={name: entry}
     )
     (folder / "manifest.json").write_bytes(manifest.to_bytes())
-    with pytest.raises(CheckpointError, match="damaged|no file of its folder"):
+    with pytest.raises(CheckpointError, match=r"damaged|no file of its folder"):
         load(folder, small_run(seed=4))
 
 

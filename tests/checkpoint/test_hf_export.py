@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from quaver.assembly import quantize_modules
 from quaver.checkpoint.hf_export import export_hf
+from quaver.checkpoint.hf_import import HFSource
+from quaver.checkpoint.hf_load import load_into
 from quaver.checkpoint.hf_tokenizer import byte_tokenizer_definition
 from quaver.config import LowPrecisionConfig, load_config
 from quaver.errors import CheckpointError, ConfigError
+from quaver.models import build_on_meta, from_hf_config
 
 IDS = torch.arange(64).reshape(2, 32) * 4 % 260
 
@@ -253,3 +256,51 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused(tmp_path: Pat
     net = micro.model(vocab_size=200)
     with pytest.raises(CheckpointError, match="260 ids, the model's vocabulary only 200"):
         export_hf(net.state_dict().items(), net.config, byte_tokenizer_definition(), tmp_path / "out")
+
+
+QWEN3_MOE = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "overrides"), [("qwen3_moe", QWEN3_MOE), ("llama", LLAMA)])
+def test_other_architectures_as_transformers_writes_them(
+    tmp_path: Path, model_type: str, overrides: dict
+) -> None:
+    net = from_hf_config(model_type, config_overrides=overrides, torch_dtype="float32")
+    net.save_pretrained(tmp_path / "theirs")
+    export_hf(net.state_dict().items(), net.config, None, tmp_path / "ours", dtype=torch.float32)
+    micro.assert_same(micro.read(tmp_path / "ours"), micro.read(tmp_path / "theirs"))
+    for folder in ("ours", "theirs"):
+        again = build_on_meta(net.config)
+        load_into(again, HFSource(tmp_path / folder))
+        micro.assert_same(micro.state(again), micro.state(net))
+
+
+def test_experts_that_lie_in_another_way_are_written_as_they_are_or_not_at_all(tmp_path: Path) -> None:
+    """gpt-oss interleaves gate and up, and transposes."""
+    net = from_hf_config(
+        "gpt_oss", config_overrides=GPT_OSS, torch_dtype="float32", attn_implementation="eager"
+    )
+    with pytest.raises(CheckpointError, match=r"in another way\n.*mlp\.experts\.(gate_up|down)_proj"):
+        export_hf(net.state_dict().items(), net.config, None, tmp_path / "split")
+    export_hf(
+        net.state_dict().items(), net.config, None, tmp_path / "out", dtype=torch.float32, experts="fused"
+    )
+    micro.assert_same(micro.read(tmp_path / "out"), micro.state(net))
+
+
+def test_tied_embeddings_are_refused(tmp_path: Path) -> None:
+    net = from_hf_config("llama", config_overrides=LLAMA | {"tie_word_embeddings": True})
+    with pytest.raises(ConfigError, match="not supported: export of tied embeddings"):
+        export_hf(net.state_dict().items(), net.config, None, tmp_path / "out")

@@ -231,3 +231,15 @@ def test_idle_experts_are_noted():
     bound = policy(FLOOR)
     node(*args, FLOOR, g, bound=bound)
     assert bound.backend.ledger.idle_experts() == ["mlp.experts[1]"]
+
+
+@pytest.mark.parametrize("recipe_id", FORMATS)
+def test_a_second_derivative_is_refused(recipe_id):
+    args, _ = data([4, 4], 1, torch.bfloat16)
+    bound = policy(recipe_id)
+    weights = [grouped_weight(w, bound, fqn) for w, fqn in zip(args[3:], SITES)]
+    x = args[0].requires_grad_()
+    y = low_precision_grouped_swiglu(x, *args[1:3], *weights, sites=SITES, recipe=bound.recipe)
+    (dx,) = torch.autograd.grad(y.float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (x.sum() + dx.float().pow(2).sum()).backward()

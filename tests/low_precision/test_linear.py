@@ -135,3 +135,12 @@ def test_replacing_keeps_the_sources_parameters_names_and_mode():
     assert module.training is False
     assert isinstance(module, nn.Linear)
     assert "recipe=mxfp8_e4m3/mx_block/floor@1" in repr(module)
+
+
+@pytest.mark.parametrize("recipe_id", FORMATS)
+def test_a_second_derivative_is_refused(recipe_id):
+    """A gradient penalty would have no gradient of its own."""
+    module, x = linear(recipe_id, torch.randn(96, 64)), torch.randn(8, 64, requires_grad=True)
+    (dx,) = torch.autograd.grad(module(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (x.sum() + dx.pow(2).sum()).backward()
