@@ -24,6 +24,8 @@ from quaver.assembly.library import attach
 from quaver.assembly.rules import bind_rules
 from quaver.assembly.stages import BuildOrder
 from quaver.backends import Ledger, PlannedSite, backend_for
+from quaver.checkpoint.hf_import import HFSource, ImportReport
+from quaver.checkpoint.hf_load import check_source, load_unit
 from quaver.config import RunConfig
 from quaver.distributed import PARAMS_BF16, PARAMS_FP32, shard_module
 from quaver.errors import ConfigError, PlanError
@@ -72,6 +74,7 @@ class Assembly:
         self.frozen: dict[str, list[str]] = {}
         self.replicated_fqns: set[str] = set()  # verdict: cannot be sharded, fallback_to_unsharded
         self.replicated: dict[str, nn.Parameter] = {}
+        self.imported: ImportReport | None = None
 
     # nothing is allocated up to here -----------------------------------------------------------------------
 
@@ -103,8 +106,25 @@ class Assembly:
             install(self.model, build_replacements(self.model, self.plan))
         if self.model_config.freeze:
             self.frozen = freeze(self.model, self.model_config.freeze)
+        self.source = None
+        if self.model_config.init_from is not None:
+            self.source = HFSource(self.model_config.init_from)
+            check_source(self.model, self.source)  # headers alone, before anything is allocated
+            self._refuse_other_meaning(self.source)
         self.units = dict(init_units(self.model))
         self.order.start_units(list(self.units))
+
+    def _refuse_other_meaning(self, source: HFSource) -> None:
+        """Fields that no shape shows (a rope base, a routing scale) must be those of the folder's config."""
+        other = source.differences(self.hf_config)
+        if other:
+            name, (theirs, ours) = next(iter(other.items()))
+            raise ConfigError(
+                f"the weights were made for another model: {len(other)} config fields differ, first {name}: "
+                f"{theirs!r} there, {ours!r} here",
+                where=f"model.init_from: {source.folder}",
+                remedy="set model.config_name_or_path to that folder, or override the fields to its values",
+            )
 
     def verdicts(self, ranks: int) -> list[ShardVerdict]:
         """Shard legality of every low-precision weight, or PlanError."""
@@ -115,9 +135,12 @@ class Assembly:
     # unit by unit ------------------------------------------------------------------------------------------
 
     def materialise(self, fqn: str, device: torch.device) -> None:
-        """Allocates and initialises one unit, in torch_dtype, as Hugging Face does."""
+        """Allocates and initialises one unit as Hugging Face does, or gives it its values from files."""
         self.order.unit_step(fqn, "materialise")
-        materialise_unit(self.model, self.units[fqn], device)
+        if self.source is not None:
+            load_unit(self.model, fqn, self.units[fqn], self.source, device)  # type: ignore[arg-type]
+        else:
+            materialise_unit(self.model, self.units[fqn], device)
 
     def quantise(self, fqn: str) -> None:
         """Exact FP32 masters of every float parameter; planned weights become MasterWeights."""
@@ -152,6 +175,8 @@ class Assembly:
     def shard_root(self, mesh: DeviceMesh) -> None:
         """FSDP2 on the root, which holds what no layer holds."""
         self.order.step("shard_root")
+        if self.source is not None:
+            self.imported = self.source.finish()  # every key of the files was read, or has a reason
         self.mesh = mesh
         reshard = self.config.fsdp_config.reshard_after_forward
         shard_module(

@@ -71,7 +71,7 @@ class ModelConfig(Section):
     spec: Literal["deepseek_v3_16b"] | None = Field(
         None, description="Frozen specification that the built model must equal in every count and shape."
     )
-    init_from: Annotated[str | None, only(None, "weights from files", "remove init_from")] = Field(
-        None, description="Folder of pretrained weights; not supported in this release."
+    init_from: Text | None = Field(
+        None, description="Hugging Face folder whose weights the run starts from; null draws random ones."
     )
     freeze: Many[Text] = Field((), description="FQN patterns of modules or parameters that do not train.")
