@@ -1,7 +1,8 @@
 """Saves that are killed, each in a process of its own; run as a program: FOLDER ASYNCHRONOUS.
 
-For each moment the folder gets a copy of a run's checkpoints, named after the moment, in which a second save was
-ended by SIGKILL just then. Prints a JSON list of the moments at which the process really died.
+For each moment (a phase, or the n-th call that flushes, renames, deletes or writes a tensor) the folder gets a copy
+of a run's checkpoints, named after the moment, in which a second save was ended by SIGKILL just before. Prints a
+JSON list of the moments at which the process really died.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from small_runs import scatter_generators, small_run, train_steps
 
 from quaver.checkpoint import CheckpointManager
 
+CALLS = {
+    "flush": (os, "fsync"),
+    "rename": (os, "rename"),
+    "unlink": (os, "unlink"),
+    "tensor": (torch, "save"),
+}
 PHASES = ("writing", "manifest", "rename", "latest", "prune", "done")
 
 
@@ -47,10 +54,9 @@ def save_and_die(folder: Path, state, moment: str, asynchronous: bool) -> None:
         if phase == moment:
             die()
 
-    if kind == "flush":
-        os.fsync = dying(os.fsync, int(at))
-    elif kind == "tensor":
-        torch.save = dying(torch.save, int(at))
+    if at:
+        owner, name = CALLS[kind]
+        setattr(owner, name, dying(getattr(owner, name), int(at)))
     with CheckpointManager(folder, keep=1, asynchronous=asynchronous, on_phase=on_phase) as manager:
         manager.save(2, state)
     assert tuple(phases) == PHASES
@@ -63,10 +69,12 @@ def main(root: Path, asynchronous: bool) -> None:
     with CheckpointManager(root / "first", keep=1) as manager:
         manager.save(1, state)
     train_steps(state, 1)
-    flushes = [f"flush-{n:02d}" for n in range(1, 20)]
-    tensors = [] if asynchronous else [f"tensor-{n:02d}" for n in (1, 2, 10)]
+    moments = [*PHASES, *(f"flush-{n:02d}" for n in range(1, 20))]
+    if not asynchronous:
+        moments += [f"tensor-{n:02d}" for n in (1, 2, 10)]
+        moments += [f"{kind}-{n:02d}" for kind in ("rename", "unlink") for n in range(1, 5)]
     killed = []
-    for moment in (*PHASES, *flushes, *tensors):
+    for moment in moments:
         folder = shutil.copytree(root / "first", root / moment)
         child = os.fork()
         if child == 0:

@@ -1,4 +1,4 @@
-"""SIGKILL at every phase of a save, before every flush and inside the file of tensors: the run always has a start."""
+"""SIGKILL at every phase of a save, and before every flush, rename and deletion: the run always has a start."""
 
 import json
 import os
@@ -29,6 +29,8 @@ def test_a_killed_save_leaves_the_one_before_or_is_whole(tmp_path: Path, asynchr
     flushes = [moment for moment in killed if moment.startswith("flush")]
     assert set(PHASES) <= set(killed)
     assert 9 <= len(flushes) < 19, "the counting of flushes does not end with the last one"
+    if not asynchronous:
+        assert {"tensor-10", "rename-01", "rename-02", "rename-03", "unlink-01", "unlink-04"} <= set(killed)
     state = small_run()
     scatter_generators(5)
     train_steps(state, 1)
