@@ -51,7 +51,7 @@ demo: setup ## train a small mixture of experts in MXFP8 on real text, a few min
 	@$(BIN)/quaver report "$$(ls -dt runs/demo* | head -n 1)" >/dev/null
 
 test: setup ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS)
 
 lint: setup ## style, types and the import contract
 	@echo "lint: ruff"

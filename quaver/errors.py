@@ -7,6 +7,8 @@ line ends with: 2 where nothing was started, 3 where a run failed.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class QuaverError(Exception):
     """Base of all errors meant for users.
@@ -25,6 +27,9 @@ class QuaverError(Exception):
         self.remedy = remedy
         super().__init__(what, where, remedy)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.what, self.where, self.remedy, self.__dict__)
+
     def __str__(self) -> str:
         parts = [self.what]
         if self.where:
@@ -32,6 +37,14 @@ class QuaverError(Exception):
         if self.remedy:
             parts.append(f"remedy: {self.remedy}")
         return "\n  ".join(parts)
+
+
+def _rebuilt(
+    kind: type[QuaverError], what: str, where: str | None, remedy: str | None, state: dict[str, Any]
+) -> QuaverError:
+    error = kind(what, where=where, remedy=remedy)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(QuaverError):

@@ -111,6 +111,7 @@ class Assembly:
             self.source = HFSource(self.model_config.init_from)
             check_source(self.model, self.source)  # headers alone, before anything is allocated
             self._refuse_other_meaning(self.source)
+        self.planned = planned_sites(self.model)  # kept from now on: what the ledger is held against
         self.units = dict(init_units(self.model))
         self.order.start_units(list(self.units))
 
@@ -213,8 +214,8 @@ class Assembly:
             self.attached = attach(self.optimizer, self.model)
 
     def sites(self) -> list[PlannedSite]:
-        """What the ledger is held against."""
-        return planned_sites(self.model)
+        """What the ledger is held against: the plan as it was installed, not the model as it is by now."""
+        return self.planned
 
     def replacements(self) -> list[dict[str, Any]]:
         """The hit list of every pattern."""

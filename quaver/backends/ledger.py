@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from quaver.backends.contract import GemmSite
+from quaver.backends.contract import Gemm, GemmSite
 from quaver.errors import LedgerError
 
 Kind = Literal["dense", "grouped"]
@@ -28,11 +28,16 @@ def in_backward() -> bool:
 
 @dataclass(frozen=True)
 class PlannedSite:
-    """One low-precision GEMM site of the plan: dense modules by module FQN, grouped ones by parameter FQN."""
+    """One low-precision GEMM site of the plan: dense modules by module FQN, grouped ones by parameter FQN.
+
+    `required` GEMMs must run once for each training forward pass, whatever was announced; the others as often
+    as the module announced them.
+    """
 
     fqn: str
     kind: Kind
     format: str
+    required: tuple[Gemm, ...] = ()
 
 
 @dataclass
@@ -137,6 +142,11 @@ class Ledger:
                     found.append(
                         f"{fqn} {gemm}: {ran[fqn, gemm]} GEMMs through the backend, "
                         f"{self.calls[fqn, gemm]} announced"
+                    )
+                elif gemm in planned[fqn].required and ran[fqn, gemm] != wanted:
+                    found.append(
+                        f"{fqn} {gemm}: {ran[fqn, gemm]} GEMMs for {wanted} training forward passes, "
+                        "and the plan has one each"
                     )
             for kind_of_pass, counted in (("recomputed", again), ("inference", inferred)):
                 if counted[fqn] != self.calls[fqn, kind_of_pass]:

@@ -36,6 +36,7 @@ from quaver.distributed.world import (
     on_rank_zero,
     rank,
     shard_mesh,
+    world_size,
 )
 
 __all__ = [
@@ -67,4 +68,5 @@ __all__ = [
     "shard_mesh",
     "shard_module",
     "sum_replicated",
+    "world_size",
 ]

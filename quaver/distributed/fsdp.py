@@ -110,7 +110,7 @@ class FSDPExtension:
     ) -> Any:
         """torch's hook after a gather: (whole tensor, tensors to free on reshard), or None with `out`."""
         plain, local = metadata
-        whole = self.post_all_gather(outputs if local is None else local, plain, out)  # type: ignore[attr-defined]
+        whole = self.post_all_gather(outputs if local is None else local, plain, out, param_dtype)  # type: ignore[attr-defined]
         if out is not None:
             return None
         # nothing more to free on reshard: gathered tensors are views of torch's own gather buffers, which it

@@ -68,9 +68,14 @@ class FSDPLocalTensorExtension(Protocol):
         """Physical tensors of this phase, each shardable on dim 0, and metadata."""
 
     def post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], metadata: GatherMetadata, out: Any = None
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: GatherMetadata,
+        out: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
-        """The whole logical tensor; with `out` its physical tensors are swapped in place and `out` returned."""
+        """The whole logical tensor, of the dtype that FSDP's policy gives its unit's parameters (and so their
+        gradients); with `out` its physical tensors are swapped in place and `out` returned."""
 
 
 def schema_of(fields: dict[str, torch.Tensor]) -> tuple[PhysicalSchema, ...]:

@@ -23,15 +23,25 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def init_world(device_type: str = "cpu") -> None:
-    """Starts the default process group once: torchrun's, or with one process one over an in-memory store."""
+def world_size() -> int:
+    """Ranks of the process group, or those that a launcher announced before there is one."""
+    return dist.get_world_size() if dist.is_initialized() else launched_world_size()
+
+
+def init_world(device_type: str = "cpu") -> bool:
+    """Starts the default process group once: torchrun's, or with one process one over an in-memory store.
+
+    Returns:
+        True if it was started here: who starts a group ends it (`leave_world`); False if there was one.
+    """
     if dist.is_initialized():
-        return
+        return False
     library = COLLECTIVES.get(device_type, "gloo")
     if launched_world_size() > 1:
         dist.init_process_group(library, timeout=TIMEOUT)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return True
 
 
 def leave_world() -> None:

@@ -178,7 +178,11 @@ class MasterWeight(FSDPExtension, torch.Tensor):
         return tuple(fields.values()), metadata
 
     def post_all_gather(
-        self, outputs: tuple[torch.Tensor, ...], metadata: GatherMetadata, out: Any = None
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: GatherMetadata,
+        out: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
         """The whole weight in flight."""
         weight_class = self.spec.recipe.weight_class
@@ -186,7 +190,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
             check_outputs(outputs, metadata, self.fqn), self.spec, self.state.physical
         )
         if out is None:
-            flight = FlightState(metadata.version, self.state.moved_on(metadata.version))
+            flight = FlightState(metadata.version, self.state.moved_on(metadata.version), dtype)
             return weight_class(fields, metadata.logical_shape, self.spec, flight)
         if not isinstance(out, QuantizedWeightTensor):
             raise StaleWeightError(f"gather into a {type(out).__name__}", where=self.fqn)

@@ -42,6 +42,7 @@ class FlightState:
     moved_on: Callable[[], bool] | None = (
         None  # of a gathered copy: has its shard's master been written since?
     )
+    dtype: torch.dtype = torch.bfloat16  # logical: of the gradient that FSDP reduces with its unit's
 
 
 class QuantizedWeightTensor(torch.Tensor):
@@ -68,7 +69,11 @@ class QuantizedWeightTensor(torch.Tensor):
         """A wrapper without storage of its own."""
         device = next(iter(physical.values())).device
         return torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=torch.bfloat16, device=device, requires_grad=requires_grad
+            cls,
+            torch.Size(shape),
+            dtype=flight.dtype if flight is not None else torch.bfloat16,
+            device=device,
+            requires_grad=requires_grad,
         )
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from quaver.backends import OperandError, PlannedSite
+from quaver.backends import Gemm, OperandError, PlannedSite
 from quaver.distributed import bind, is_sharded, lazy_init, reshard_all
 from quaver.errors import PlanError
 from quaver.low_precision.master import MasterWeight
@@ -39,12 +39,21 @@ def quantised_weights(model: nn.Module) -> dict[str, tuple[torch.Tensor, MasterW
 
 
 def planned_sites(model: nn.Module) -> list[PlannedSite]:
-    """The GEMM sites that the ledger must see: dense modules by module FQN, grouped ones by parameter FQN."""
+    """The GEMM sites that the ledger must see: dense modules by module FQN, grouped ones by parameter FQN.
+
+    A weight that trains must have its wgrad; dgrad is required where nothing of the model is frozen (below a
+    frozen part, inputs want no gradient).
+    """
+    whole = all(parameter.requires_grad for parameter in model.parameters())
     sites = []
     for _, module in low_precision_modules(model):
         for name, kind in module.WEIGHTS.items():
+            parameter = module._parameters[name]
+            trains = parameter is not None and parameter.requires_grad
+            wanted: dict[Gemm, bool] = {"fprop": True, "dgrad": whole, "wgrad": trains}
+            required = tuple(gemm for gemm, always in wanted.items() if always)
             fqn = module.fqn if kind == "dense" else module.weight_fqn(name)
-            sites.append(PlannedSite(fqn, kind, module.recipe.format))
+            sites.append(PlannedSite(fqn, kind, module.recipe.format, required))
     return sites
 
 

@@ -34,6 +34,7 @@ class StepResult:
         lr: the learning rate that was used, or would have been.
         tokens: label tokens of the step, over all ranks.
         skipped: True if loss or norm was not finite and nothing was updated.
+        without_gradient: parameters that train but got no gradient: a forward pass went around them.
     """
 
     loss: float
@@ -41,6 +42,7 @@ class StepResult:
     lr: float
     tokens: int
     skipped: bool
+    without_gradient: tuple[str, ...] = ()
 
 
 def token_nats(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -77,8 +79,14 @@ def train_step(
         lr: learning rate of this update.
         clip_norm: largest gradient norm; None does not clip.
     """
-    loss, tokens = accumulate(assembly, batches)
-    return update(assembly, loss, tokens, lr=lr, clip_norm=clip_norm)
+    try:
+        loss, tokens = accumulate(assembly, batches)
+        return update(assembly, loss, tokens, lr=lr, clip_norm=clip_norm)
+    except BaseException:
+        # what a step that raised has gathered so far belongs to no later one
+        assembly.optimizer.zero_grad(set_to_none=True)
+        assembly.router_bias.discard()
+        raise
 
 
 def accumulate(assembly: Assembly, batches: Sequence[Batch]) -> tuple[float, int]:
@@ -120,6 +128,7 @@ def update(assembly: Assembly, loss: float, tokens: int, *, lr: float, clip_norm
     """One update from the gradients that are there, or none if a number is not finite; the same on every rank."""
     optimizer = assembly.optimizer
     parameters = list(trainable(assembly.model))
+    without = tuple(n for n, p in assembly.model.named_parameters() if p.requires_grad and p.grad is None)
     norm = gradient_norm(parameters)
     finite = bool(torch.isfinite(norm)) and math.isfinite(loss)
     if finite:
@@ -132,7 +141,7 @@ def update(assembly: Assembly, loss: float, tokens: int, *, lr: float, clip_norm
     else:
         assembly.router_bias.discard()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, float(norm), lr, tokens, skipped=not finite)
+    return StepResult(loss, float(norm), lr, tokens, skipped=not finite, without_gradient=without)
 
 
 def trainable(model: nn.Module) -> Iterable[nn.Parameter]:

@@ -22,11 +22,13 @@ from quaver.distributed import (
     gather_rows,
     init_world,
     launched_world_size,
+    leave_world,
     on_rank_zero,
     rank,
     shard_mesh,
+    world_size,
 )
-from quaver.errors import ConfigError, LedgerError, NonFiniteError, StaleWeightError
+from quaver.errors import ConfigError, LedgerError, NonFiniteError
 from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
 from quaver.training.evaluate import Validation, continuation, validate
@@ -126,8 +128,15 @@ class Trainer:
 
     def run(self, out: str | os.PathLike[str] | None = None, *, resume: bool = False) -> RunResult:
         """Prepares, builds and trains; the folder is made once nothing but training can fail."""
-        init_world(self.device.type)
-        self.rank, self.ranks = rank(), launched_world_size()
+        started = init_world(self.device.type)
+        try:
+            return self._run(out, resume)
+        finally:
+            if started:
+                leave_world()
+
+    def _run(self, out: str | os.PathLike[str] | None, resume: bool) -> RunResult:
+        self.rank, self.ranks = rank(), world_size()
         if self.rank:
             self.observer = Silent()
         # preparing a corpus may take minutes: a wrong --out is told before that
@@ -141,7 +150,7 @@ class Trainer:
             on_rank_zero(lambda: write_config(self.folder, self.config))
             try:
                 result = self._train(stop, resuming=existing is not None)
-            except (LedgerError, NonFiniteError, StaleWeightError):
+            except Exception:
                 self._write_report()  # the way to a failure is worth reading
                 raise
             self._write_report()
@@ -256,9 +265,10 @@ class Trainer:
             if every and progress.step % every == 0 and progress.step < last:
                 self._validate_when_due(metrics)
             while progress.step < last and not self._stop_requested(stop):
-                self._one_step(metrics)
+                result = self._one_step(metrics)
                 if progress.step == self.started_at + 1:
                     self._check_ledger()
+                    self._check_gradients(result)
                 if every and progress.step % every == 0 and progress.step < last:
                     self._validate_when_due(metrics)
                 if progress.step < last:
@@ -351,10 +361,20 @@ class Trainer:
         return result
 
     def _check_ledger(self) -> None:
-        taken = self.progress.step - self.started_at
-        if self.assembly.policy is not None and taken:
+        if self.assembly.policy is not None:
+            taken = self.progress.step - self.started_at
             micro_steps = taken * self.config.gradient_accumulation_steps
             self.assembly.ledger.check(self.sites, micro_steps=micro_steps)
+
+    @staticmethod
+    def _check_gradients(result: StepResult) -> None:
+        """A parameter that trains and gets no gradient would stand still without a word."""
+        if result.without_gradient:
+            raise LedgerError(
+                f"{len(result.without_gradient)} parameters train, but step 1 gave them no gradient",
+                where=", ".join(result.without_gradient[:5]),
+                remedy="a forward pass went around them; freeze what is not meant to train (model.freeze)",
+            )
 
     def _write_ledger(self) -> None:
         ok = True

@@ -34,8 +34,8 @@ def test_a_step_agrees_with_the_plan_and_the_document_has_its_shape():
     step(model)
     ledger = bound.backend.ledger
     assert planned_sites(model) == [
-        PlannedSite("0", "dense", "mxfp8_e4m3"),
-        PlannedSite("2", "dense", "mxfp8_e4m3"),
+        PlannedSite("0", "dense", "mxfp8_e4m3", ("fprop", "dgrad", "wgrad")),
+        PlannedSite("2", "dense", "mxfp8_e4m3", ("fprop", "dgrad", "wgrad")),
     ]
     ledger.check(planned_sites(model), micro_steps=2)
     document = ledger.to_json(ok=True)

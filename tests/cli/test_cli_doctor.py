@@ -94,7 +94,7 @@ def test_help_needs_no_torch_and_is_quick(home: Path) -> None:
     assert sorted(seconds)[2] < 1.5
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "report", "doctor"])
+@pytest.mark.parametrize("verb", ["train", "plan", "report", "export", "doctor"])
 def test_every_verb_has_help_with_an_example(quaver: Run, verb: str) -> None:
     ended = quaver(verb, "--help")
     assert (ended.code, ended.err) == (0, "")
@@ -106,7 +106,7 @@ def test_the_verbs_are_those_of_this_release(quaver: Run) -> None:
     from quaver.cli.main import app
 
     names = [command.callback.__name__ for command in app.registered_commands if command.callback]
-    assert names == ["train", "plan", "report", "doctor"]
+    assert names == ["train", "plan", "report", "export", "doctor"]
     assert all(f"│ {name} " in ended.out for name in names)
 
 

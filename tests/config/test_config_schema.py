@@ -154,7 +154,7 @@ def test_positional_arguments_follow_the_contract():
         ),
         (lambda: FSDPConfig(comm_fusion=True), "FSDPConfig: comm_fusion: not supported"),
         (lambda: ParallelConfig(1, 2), "ParallelConfig: cp_size: not supported"),
-        (lambda: CheckpointConfig(every=1), "CheckpointConfig: every: not supported"),
+        (lambda: CheckpointConfig(every=0), "CheckpointConfig: every: wanted a whole number >= 1"),
         (
             lambda: ReplacementRule((), "torch.nn.Linear", "low_precision_linear"),
             "ReplacementRule: match: names no",

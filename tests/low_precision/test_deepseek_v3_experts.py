@@ -85,8 +85,8 @@ def test_names_shapes_and_attributes_are_the_sources():
     }
     assert module.down_proj.requires_grad is False
     assert planned_sites(module) == [
-        PlannedSite(f"{FQN}.gate_up_proj", "grouped", "mxfp8_e4m3"),
-        PlannedSite(f"{FQN}.down_proj", "grouped", "mxfp8_e4m3"),
+        PlannedSite(f"{FQN}.gate_up_proj", "grouped", "mxfp8_e4m3", ("fprop", "wgrad")),
+        PlannedSite(f"{FQN}.down_proj", "grouped", "mxfp8_e4m3", ("fprop",))  # frozen: no wgrad,
     ]
 
 
