@@ -1,4 +1,4 @@
-"""Makes `tests/helpers` importable from every test folder, and leaves no process group behind a test."""
+"""Makes `tests/helpers` importable from every test folder, and leaves no process group behind a file of tests."""
 
 import sys
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_process_group_stays() -> Iterator[None]:
-    """A test that starts a group must not decide what the next one finds."""
+    """A group that one file of tests starts must not decide what the next one finds."""
     yield
     if "torch.distributed" in sys.modules:
         from torch import distributed

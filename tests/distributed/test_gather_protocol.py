@@ -64,7 +64,7 @@ class TwoPart(FSDPExtension, torch.Tensor):
         fields = self.parts()
         return tuple(fields.values()), GatherMetadata(schema_of(fields), tuple(logical_shape), world_size, 0)
 
-    def post_all_gather(self, outputs, metadata, out=None):
+    def post_all_gather(self, outputs, metadata, out=None, dtype=torch.bfloat16):
         fields = check_outputs(outputs, metadata, "two")
         whole = (fields["high"].float() + fields["rest"].unsqueeze(1) / metadata.logical_shape[1]).bfloat16()
         if out is not None:

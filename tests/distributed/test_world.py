@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from quaver.distributed import check_shard_size, init_world, launched_world_size, shard_mesh
+from quaver.distributed import check_shard_size, init_world, launched_world_size, shard_mesh, world_size
 from quaver.errors import ConfigError
 
 
@@ -30,9 +30,13 @@ def test_illegal_shard_groups_name_both_numbers(size, world):
         check_shard_size(size, world)
 
 
-def test_a_launcher_with_more_ranks_is_not_supported_yet(monkeypatch):
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+def test_the_launcher_is_heard_until_there_is_a_group(mesh, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launched_world_size() == 2
-    with pytest.raises(ConfigError, match=r"(?s)not supported: .*WORLD_SIZE=2"):
-        init_world()
+    assert world_size() == mesh.size() == 1  # the group that exists, not what a launcher said
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    assert world_size() == 2
+
+
+def test_who_starts_a_group_is_told(mesh):
+    assert init_world() is False
