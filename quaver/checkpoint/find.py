@@ -47,7 +47,7 @@ def saved_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(steps.items(), reverse=True))
 
 
-def find_latest(folder: Path, ranks: Ranks | None = None) -> Found | None:
+def find_latest(folder: Path | str, ranks: Ranks | None = None) -> Found | None:
     """The newest checkpoint that is whole, by its digests; None if nothing was ever saved here.
 
     Saves that did not finish never had a checkpoint's name; they are told among `skipped`.
@@ -93,7 +93,7 @@ def _look(folder: Path) -> tuple[dict[int, Path], list[tuple[Path, str]]]:
     return steps, skipped
 
 
-def locate(path: Path, ranks: Ranks | None = None) -> Found:
+def locate(path: Path | str, ranks: Ranks | None = None) -> Found:
     """The checkpoint that `checkpoint.load_from` means: a checkpoint, a run, or a run's checkpoints folder.
 
     Raises:

@@ -70,7 +70,7 @@ class Loaded:
 
 
 def load(
-    folder: Path,
+    folder: Path | str,
     state: TrainState,
     *,
     masters: bool = True,

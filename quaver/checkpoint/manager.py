@@ -44,7 +44,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         *,
         keep: int = 2,
         asynchronous: bool = False,
@@ -137,7 +137,7 @@ class CheckpointManager:
         self.wait()
         return find_latest(self.folder, self._ranks)
 
-    def protect(self, path: Path) -> None:
+    def protect(self, path: Path | str) -> None:
         """Never delete this checkpoint: another run may be loading from it."""
         self._steps.protected.add(Path(path).resolve())
 

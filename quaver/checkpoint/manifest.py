@@ -118,13 +118,13 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, ranks: Ranks | None = None) -> Manifest:
+def verify(folder: Path | str, ranks: Ranks | None = None) -> Manifest:
     """Holds every file against the manifest; with several ranks each reads its share, and all agree.
 
     Raises:
         CheckpointError: exit code 2; names each file that is missing or differs, and how.
     """
-    ranks = ranks or Ranks()
+    folder, ranks = Path(folder), ranks or Ranks()
     manifest = ranks.first_does(lambda: read_manifest(folder))
     shares = ranks.all_do(lambda: _problems(folder, manifest, ranks.share(sorted(manifest.files))))
     problems = sorted(problem for share in shares for problem in share)

@@ -35,6 +35,15 @@ def test_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000100\n"
 
 
+def test_latest_is_replaced_and_never_written_over(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        save_steps(manager, small_run(), 10)
+        (tmp_path / "as-it-was").hardlink_to(tmp_path / "latest")
+        save_steps(manager, small_run(), 20)
+    assert (tmp_path / "as-it-was").read_text() == "step-00000010\n"
+    assert (tmp_path / "latest").read_text() == "step-00000020\n"
+
+
 def test_broken_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep=2) as manager:
         save_steps(manager, small_run(), 10, 20)

@@ -8,8 +8,10 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 import two_ranks
 from small_runs import differing, next_numbers, scatter_generators, small_run, tensors, train_steps
+from training.conftest import FORMATS, MODEL, RULES
 
 from quaver.checkpoint import CheckpointManager, load
+from quaver.distributed import init_world, shard_mesh
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +23,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with CheckpointManager(folder / "one") as manager:
         manager.save(3, state)
     torch.save(tensors(state), folder / "one.pt")
+    for fmt in ("mxfp8", "hif8"):
+        (folder / f"{fmt}.yaml").write_text(json.dumps(document(fmt)))
     torch.multiprocessing.spawn(two_ranks.run, args=(str(folder),), nprocs=2)
     return folder
+
+
+def document(fmt: str) -> dict:
+    """The micro DeepSeek-V3 of the training tests; JSON is YAML."""
+    return {
+        "model": {"config_name_or_path": "deepseek_v3", "config_overrides": MODEL},
+        "low_precision": FORMATS[fmt],
+        "plan_overrides": RULES,
+    }
 
 
 @pytest.fixture
@@ -109,6 +122,30 @@ def test_an_error_beside_the_training_ends_both_ranks_at_the_same_step(results) 
     first, second = results("polled_together")
     assert first == second
     assert "No space left on device" in first["what"]
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "hif8"])
+def test_eight_bit_shards_and_on_to_one_rank(folder: Path, results, fmt: str) -> None:
+    for tensors_differing, codes_differing, count in (result[fmt] for result in results("low_precision")):
+        assert tensors_differing == codes_differing == []
+        assert count == 25 * (4 if fmt == "mxfp8" else 2)
+    init_world()
+    state = two_ranks.micro_run(folder / f"{fmt}.yaml", shard_mesh(None))
+    load(folder / fmt / "step-00000001", state)
+    assert differing(tensors(state), torch.load(folder / f"{fmt}.pt")) == []
+    shards = [torch.load(folder / f"{fmt}-codes-{rank}.pt") for rank in range(2)]
+    whole = two_ranks.codes(state)
+    compared = 0
+    for key, tensor in whole.items():
+        field = key.partition(":")[2]
+        if field == "scale" and tensor.numel() == 1:  # HiF8 has one scale for a whole dense weight
+            assert torch.equal(shards[0][key], tensor)
+            assert torch.equal(shards[1][key], tensor)
+            compared += 1
+        elif not field.startswith("col"):  # MXFP8's column blocks cross the shards' border
+            assert torch.equal(torch.cat([shards[0][key], shards[1][key]]), tensor), key
+            compared += 1
+    assert compared == 50
 
 
 def test_damage_that_one_rank_sees_is_seen_by_both(results) -> None:

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from small_runs import differing, next_numbers, scatter_generators, small_run, tensors, train_steps
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.checkpoint import CheckpointManager, dcp, find_latest, load, manager
+from quaver.checkpoint import CheckpointManager, TrainState, dcp, find_latest, load, manager
 from quaver.checkpoint.manifest import describe_files, read_manifest
+from quaver.distributed import like_sharded, local_tensor
 from quaver.errors import CheckpointError
+from quaver.low_precision import quantised_weights
 
 Result = dict[str, Any]
 
@@ -214,6 +216,48 @@ def damaged_for_one_rank(folder: Path, mesh, rank: int) -> Result:
     return results
 
 
+def low_precision(folder: Path, mesh, rank: int) -> Result:
+    """Shards of a micro DeepSeek-V3 in eight bits; its configs were written by the test."""
+    results: Result = {}
+    for fmt in ("mxfp8", "hif8"):
+        state = micro_run(folder / f"{fmt}.yaml", mesh)
+        for parameter in state.model.parameters():
+            master = local_tensor(parameter.detach())
+            parameter.grad = like_sharded(parameter, torch.randn(master.shape) + rank)
+        state.optimizer.step()
+        with CheckpointManager(folder / fmt) as saver:
+            path = saver.save(1, state)
+        other = micro_run(folder / f"{fmt}.yaml", mesh)
+        load(path, other)
+        whole, mine, loaded = tensors(state), codes(state), codes(other)
+        torch.save(mine, folder / f"{fmt}-codes-{rank}.pt")
+        if rank == 0:
+            torch.save(whole, folder / f"{fmt}.pt")
+        results[fmt] = [differing(whole, tensors(other)), differing(mine, loaded), len(mine)]
+    return results
+
+
+def micro_run(config: Path, mesh) -> TrainState:
+    """A built run of a config."""
+    from quaver.assembly import assemble
+    from quaver.config import load_config
+
+    assembly = assemble(load_config(config), mesh, torch.device("cpu"))
+    facts = {
+        "recipe": "eight bits",
+        "config_digest": "config",
+        "tokenizer_digest": "tokenizer",
+        "progress": {},
+    }
+    return TrainState(assembly.model, assembly.optimizer, router_bias=assembly.router_bias, **facts)
+
+
+def codes(state: TrainState) -> dict[str, torch.Tensor]:
+    """This rank's physical tensors; StaleWeightError if one is behind its master."""
+    weights = quantised_weights(state.model)
+    return {f"{fqn}:{field}": t.clone() for fqn, (_, w) in weights.items() for field, t in w.physical.items()}
+
+
 SCENES = (
     save_and_resume,
     load_of_one_rank,
@@ -223,6 +267,7 @@ SCENES = (
     one_rank_fails,
     polled_together,
     damaged_for_one_rank,
+    low_precision,
 )
 
 
