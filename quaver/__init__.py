@@ -29,6 +29,7 @@ __all__ = ["__version__", *_PUBLIC, *_ROOMS]
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        importlib.import_module("quaver.quiet").drop_known_noise()
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name in _ROOMS:
         return importlib.import_module(f"quaver.{name}")

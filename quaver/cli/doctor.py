@@ -7,6 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from quaver.cli.console import new_table, out, printable, stdout_kept_clean, write_json
+from quaver.cli.figures import files
 from quaver.cli.options import JSON
 
 Row = tuple[str, str, bool | None, str]
@@ -53,7 +54,7 @@ def _rows(document: dict[str, Any]) -> list[Row]:
     for backend in document["backends"]:
         rows += _backend_rows(backend)
     corpus, cache = document["default_corpus"], document["cache"]
-    found = f"{corpus['files']:,} files in {corpus['path']}"
+    found = f"{files(corpus['files'])} in {corpus['path']}"
     rows.append(
         (f"corpus {corpus['name']}", found, corpus["ok"], corpus["remedy"] or "data.sources, by default")
     )

@@ -1,6 +1,6 @@
 """`quaver train --dry-run`: what was checked, as a document and as a table.
 
-May import: training, planning, data, config and this room.
+May import: training, planning, data, distributed, config and this room.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quaver.cli.console import printable
-from quaver.cli.figures import count
+from quaver.cli.figures import count, files
 
 if TYPE_CHECKING:
     from quaver.config import RunConfig
@@ -23,21 +23,36 @@ if TYPE_CHECKING:
 def check(config: RunConfig, nproc: int | None, out_dir: Path | None) -> dict[str, Any]:
     """Every check that needs no training; the folder and the token cache are not made.
 
+    Args:
+        config: the run's config.
+        nproc: ranks, all of them on this machine; None: those that a launcher started, else
+            `fsdp_config.dp_shard_size`, else 1.
+        out_dir: the run's folder, if it was named.
+
     Raises:
         ConfigError, PlanError, CapabilityError: what the run itself would end with.
     """
     from quaver.data.sources import find_sources
+    from quaver.distributed import launched_world_size, local_ranks
     from quaver.planning import plan_report, ranks_of
-    from quaver.training import check_run_folder, dry_run
+    from quaver.training import check_documents, check_run_folder, dry_run
 
+    here = nproc
+    if nproc is None and launched_world_size() > 1:
+        nproc, here = launched_world_size(), local_ranks()
     ranks, shards = ranks_of(config, nproc)
+    if here is None and ranks == 1:
+        here = 1  # else nobody knows yet how many machines share the ranks
     check_run_folder(out_dir)
-    report = plan_report(dry_run(config, ranks), ranks, shards)
+    assembly = dry_run(config, ranks, here)
+    check_documents(config.data, assembly.hf_config.vocab_size)
+    report = plan_report(assembly, ranks, shards)
     training = config.training
     return {
         "name": config.name,
         "recipe": report.recipe,
         "world_size": ranks,
+        "start_with": f"--nproc {ranks}" if nproc is None and ranks > 1 else None,
         "parameters": report.total,
         "low_precision_parameters": report.low_precision_parameters,
         "replacements": report.replacements,
@@ -87,11 +102,13 @@ def show(document: dict[str, Any], console: Console) -> None:
     ranks = document["world_size"]
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in document["verdicts"].items())
     row("shards", f"{ranks} {'rank' if ranks == 1 else 'ranks'}: {verdicts or 'nothing in low precision'}")
+    if document["start_with"] is not None:
+        row("", f"for {ranks} ranks: start with {document['start_with']}")
     for index, source in enumerate(document["sources"]):
         left = f", {source['left_out']} left out" if source["left_out"] else ""
         row(
             "" if index else "data",
-            f"{source['name']}: {source['files']:,} files, {count(source['bytes'])}B{left}, {source['path']}",
+            f"{source['name']}: {files(source['files'])}, {count(source['bytes'])}B{left}, {source['path']}",
         )
     row("tokenizer", document["tokenizer"])
     row("steps", f"{document['steps']:,} of {document['tokens_per_step']:,} tokens")

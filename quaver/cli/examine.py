@@ -1,7 +1,7 @@
 """What `quaver doctor` looks at: versions, CPU, compiler, backends, corpus and cache. Changes nothing.
 
 An accelerator's package is never imported here, and never only to see whether it is there: its backends are
-not part of this release. May import: backends, data, config.
+not part of this release. May import: training, backends, data, config.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quaver.config import DataConfig, LowPrecisionConfig
 from quaver.data.prepare import cache_root
 from quaver.data.sources import DEFAULT_CORPUS, find_sources
 from quaver.errors import CapabilityError, ConfigError
+from quaver.training.run_folder import why_not_writable
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "pydantic", "numpy", "pyarrow")
 BACKENDS: tuple[Literal["reference", "npu", "cuda"], ...] = ("reference", "npu", "cuda")
@@ -139,7 +140,7 @@ def _default_corpus() -> dict[str, Any]:
 def _cache() -> dict[str, Any]:
     folder = cache_root(DataConfig())
     above = next(path for path in (folder, *folder.parents) if path.exists())
-    writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    writable = why_not_writable(folder) is None
     remedy = "point data.cache_dir or the variable QUAVER_CACHE to a writable folder"
     return {
         "path": str(folder),

@@ -19,11 +19,21 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def files(number: int) -> str:
+    """1 -> "1 file", 1234 -> "1,234 files"."""
+    return f"{number:,} {'file' if number == 1 else 'files'}"
+
+
 def clock(seconds: float) -> str:
     """75 -> "1:15", 3700 -> "1:01:40"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def replaced_lines(start: RunStart) -> list[str]:
+    """The hit list: one line a pattern, with the number of modules that it replaced."""
+    return [f"replaced {len(entry['hits']):>3}  {entry['pattern']}" for entry in start.replacements]
 
 
 def start_line(start: RunStart) -> str:

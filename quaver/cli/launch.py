@@ -103,6 +103,7 @@ def _wait(context: Any, forward: _Forward) -> int:
     while True:
         result = context.wait(timeout=POLL_SECONDS, period=POLL_SECONDS)
         if forward.killed:
+            note("stopped: the run's folder is incomplete")
             return 130
         if result is None:
             continue

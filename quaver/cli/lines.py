@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from quaver.cli.console import note, printable
-from quaver.cli.figures import View, start_line
+from quaver.cli.figures import View, replaced_lines, start_line
 
 if TYPE_CHECKING:
     from quaver.training import RunStart, StepResult, Validation
@@ -33,10 +33,12 @@ class LineView(View):
             note(f"{self.name}: {stage}")
 
     def on_start(self, start: RunStart) -> None:
-        """The start line."""
+        """The start line, and what was replaced."""
         self.tally.total_steps = start.steps
         self._shown = time.monotonic()
         note(f"{self.name}: {start_line(start)}")
+        for line in replaced_lines(start):
+            note(f"{self.name}: {line}")
 
     def on_step(self, step: int, result: StepResult, tokens_per_s: float) -> None:
         """Every tenth step, the last one, each skipped one, and at least twice a minute."""

@@ -7,10 +7,12 @@ they run, so that `quaver --help` needs no torch. May import: the verbs of this 
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,10 +23,10 @@ from quaver.cli.doctor import doctor
 from quaver.cli.export import export
 from quaver.cli.launch import record_error
 from quaver.cli.plan import plan
-from quaver.cli.quiet import drop_known_noise
 from quaver.cli.report import report
 from quaver.cli.train import train
 from quaver.errors import QuaverError
+from quaver.quiet import drop_known_noise
 
 UNFORESEEN = 3
 STOPPED = 130
@@ -43,8 +45,8 @@ class Verbs(TyperGroup):
             if not record_error(error):
                 show_error(error)
             raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            note("stopped")
+        except KeyboardInterrupt as stopped:
+            note(f"stopped: {stopped}" if str(stopped) else "stopped")
             raise typer.Exit(STOPPED) from None
 
 
@@ -83,11 +85,13 @@ def quaver(
     """
 
 
-app.command()(train)
-app.command()(plan)
-app.command()(report)
-app.command()(export)
-app.command()(doctor)
+def _paragraphs(verb: Callable[..., Any]) -> str:
+    """A verb's docstring with each paragraph on one line, for the terminal to wrap."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(verb) or "")
+
+
+for _verb in (train, plan, report, export, doctor):
+    app.command(help=_paragraphs(_verb))(_verb)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

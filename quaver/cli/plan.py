@@ -18,7 +18,7 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of ranks, a multiple of fsdp_config.dp_shard_size; by default that, else 1.",
+            help="Ranks, a multiple of fsdp_config.dp_shard_size; by default that, else 1.",
         ),
     ] = None,
     as_json: JSON = False,

@@ -110,7 +110,8 @@ def _verdicts(report: PlanReport) -> Table:
     for verdict in report.verdicts:
         groups.setdefault(replace(verdict, fqn=""), []).append(verdict.fqn)
     for verdict, fqns in groups.items():
-        unit = "rows" if len(verdict.shape) == 2 else "experts"
+        unit = "row" if len(verdict.shape) == 2 else "expert"
+        unit += "s" if verdict.rows_per_rank != 1 else ""
         for name in collapse(fqns):
             table.add_row(
                 Text(name),

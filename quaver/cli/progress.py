@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from quaver.cli.console import printable
-from quaver.cli.figures import View, start_line
+from quaver.cli.figures import View, replaced_lines, start_line
 
 if TYPE_CHECKING:
     from quaver.training import RunStart, StepResult, Validation
@@ -71,11 +71,13 @@ class ProgressView(View):
         self._preparing.update(self._stage[1], completed=done, total=total, done=counted)
 
     def on_start(self, start: RunStart) -> None:
-        """The start line, then the bar."""
+        """The start line, what was replaced, then the bar."""
         self._preparing.stop()
         self.tally.total_steps = start.steps
         line = Text(printable(self.name), style="bold").append(" · ", style="dim")
         self.console.print(line.append(printable(start_line(start)), style="not bold"))
+        for hits in replaced_lines(start):
+            self.console.print(Text(printable(hits), style="dim"))
         self._training.start()
         self._bar = self._training.add_task("training", total=start.steps, figures="")
 

@@ -31,7 +31,10 @@ def _help_config(wanted: bool) -> None:
 def train(
     config: CONFIG,
     overrides: OVERRIDES = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine, one rank each.")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes on this machine, one rank each; by default 1."),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The run's name: runs/NAME, or NAME-2 and so on."),
@@ -66,17 +69,20 @@ def train(
     """
     if name is not None and out_dir is not None:
         raise ConfigError("both name the run's folder", where="--name and --out", remedy="give one of them")
-    changes = [*(overrides or ()), *([f"name={json.dumps(name)}"] if name is not None else [])]
-    from quaver.config import load_config
+    from quaver.config import Override, load_config
+
+    changes = list(overrides or ())
+    if name is not None:
+        changes.append(Override(f"name={json.dumps(name)}", place="--name"))
 
     run_config = load_config(config, changes)  # before torch is imported: a typing error is told at once
-    if nproc > 1 and not dry_run:
+    if nproc is not None and nproc > 1 and not dry_run:
         _launch(run_config, config, changes, nproc, out_dir, resume, as_json)
     with stdout_kept_clean(as_json):
         if dry_run:
             from quaver.cli.dry_run import check, show
 
-            document = check(run_config, nproc if nproc > 1 else None, out_dir)
+            document = check(run_config, nproc, out_dir)
         else:
             result, observer = _train(run_config, out_dir, resume)
     if dry_run:
@@ -100,7 +106,7 @@ def _launch(
     from quaver.cli.launch import launch
     from quaver.training import dry_run
 
-    dry_run(run_config, nproc)
+    dry_run(run_config, nproc, nproc)
     arguments = ["train", str(path), *changes]
     if out_dir is not None:
         arguments += ["--out", str(out_dir)]

@@ -12,6 +12,7 @@ from quaver.config.help import help_config
 from quaver.config.loader import load_config, parse_config
 from quaver.config.low_precision import LowPrecisionConfig, ReplacementRule
 from quaver.config.model import ModelConfig
+from quaver.config.overrides import Override
 from quaver.config.schema import FSDPConfig, GradientCheckpointingConfig, ParallelConfig, RunConfig
 from quaver.config.training import CheckpointConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 
@@ -19,6 +20,7 @@ __all__ = [
     "RunConfig",
     "load_config",
     "parse_config",
+    "Override",
     "dump_yaml",
     "help_config",
     "ModelConfig",

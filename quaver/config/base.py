@@ -22,6 +22,7 @@ from pydantic import (
 from quaver.config.describe import keys_of
 from quaver.config.problems import Path, did_you_mean, from_validation, join_errors, not_supported, problem
 
+MANY = 10**9  # counts of anything lie below: what is larger is a slip of the hand, and overflows somewhere
 _Item = TypeVar("_Item")
 # YAML has lists where a frozen section holds tuples; what is in them stays strict.
 Many = Annotated[tuple[_Item, ...], Strict(False)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quaver.config.base import Many, Section, Text, supported
+from quaver.config.base import MANY, Many, Section, Text, supported
 from quaver.config.problems import problem
 
 
@@ -14,7 +14,9 @@ class SourceConfig(Section):
     """One source of text and its share of the training tokens."""
 
     path: Text = Field(
-        description=".txt, .jsonl or .parquet file, a folder of them, or python-stdlib (the default corpus)."
+        description=".txt (one document), .jsonl (one a line) or .parquet (one a row) file, a folder that holds "
+        "nothing else, or python-stdlib (the default corpus). Relative paths start at the current folder. A corpus "
+        "needs two documents at least: one trains, one validates."
     )
     weight: float = Field(
         1.0, gt=0, description="Share of this source among all, relative to the others' weights."
@@ -32,9 +34,9 @@ class DataConfig(Section):
         "byte", description="byte, bpe (trained at first use), or the path of a tokenizer.json or its folder."
     )
     bpe_vocab_size: int = Field(
-        4096, ge=257, description="Vocabulary of the bpe tokeniser; others ignore it."
+        4096, ge=257, lt=MANY, description="Vocabulary of the bpe tokeniser; others ignore it."
     )
-    seq_len: int = Field(256, ge=1, description="Tokens per sequence.")
+    seq_len: int = Field(256, ge=1, lt=MANY, description="Tokens per sequence.")
     validation_fraction: float = Field(
         0.05, gt=0, lt=1, description="Share of the documents kept for validation."
     )

@@ -156,10 +156,16 @@ def _limits(metadata: Sequence[Any]) -> str:
         elif isinstance(limit, annotated_types.Le):
             words.append(f"<= {limit.le}")
         elif isinstance(limit, annotated_types.Lt):
-            words.append(f"< {limit.lt}")
+            words.append(f"< {_size(limit.lt)}")
         elif isinstance(limit, annotated_types.MinLen):
             words.append(f"of length >= {limit.min_length}")
     return (" " + " and ".join(words)) if words else ""
+
+
+def _size(limit: Any) -> str:
+    """A limit as one reads it: 10^9 rather than nine noughts."""
+    text = str(limit)
+    return f"10^{len(text) - 1}" if len(text) > 6 and text == "1" + "0" * (len(text) - 1) else text
 
 
 def value_in_words(value: Any) -> str:

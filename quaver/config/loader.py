@@ -16,13 +16,13 @@ from quaver.errors import ConfigError
 
 
 def load_config(
-    config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, overrides: Sequence[str] = ()
+    config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, overrides: str | Sequence[str] = ()
 ) -> RunConfig:
     """Loads and checks a run's config.
 
     Args:
         config: path of a YAML file, a mapping with the same keys, or a RunConfig.
-        overrides: `key.path=value` texts, laid on in order (the last one wins).
+        overrides: `key.path=value` texts, laid on in order (the last one wins); or one text alone.
 
     Raises:
         ConfigError: a file that cannot be read, or anything in it that does not fit; all problems together,
@@ -39,7 +39,7 @@ def load_config(
     raise ConfigError(f"a config is a path, a mapping or a RunConfig, got {value_in_words(config)}")
 
 
-def parse_config(text: str, *, source: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
+def parse_config(text: str, *, source: str = "config", overrides: str | Sequence[str] = ()) -> RunConfig:
     """As `load_config`, from YAML text; `source` names it in messages."""
     document = parse_yaml(text, source)
     if document.data is None:
@@ -52,7 +52,7 @@ def parse_config(text: str, *, source: str = "config", overrides: Sequence[str] 
     return _checked(document, overrides)
 
 
-def _checked(document: Document, overrides: Sequence[str]) -> RunConfig:
+def _checked(document: Document, overrides: str | Sequence[str]) -> RunConfig:
     document = apply_overrides(document, overrides, RunConfig)
     return RunConfig.from_data(document.data, place=document.place, source=document.source)
 

@@ -17,8 +17,20 @@ from quaver.config.document import MAX_DEPTH, MAX_NODES, Document, parse_yaml
 from quaver.config.problems import Path, Problem, dotted, join_errors
 
 
-def apply_overrides(document: Document, overrides: Sequence[str], schema: type[BaseModel]) -> Document:
-    """The document with each `key.path=value` laid onto it, in order.
+class Override(str):
+    """An override that messages call by its own place ("--name") rather than by its number."""
+
+    place: str
+
+    def __new__(cls, text: str, *, place: str) -> Override:
+        """`text` as any override; `place` is what messages say of it."""
+        made = super().__new__(cls, text)
+        made.place = place
+        return made
+
+
+def apply_overrides(document: Document, overrides: str | Sequence[str], schema: type[BaseModel]) -> Document:
+    """The document with each `key.path=value` laid onto it, in order; a text alone is one override.
 
     Raises:
         ConfigError: an override without `=` or value, with YAML that cannot be read, or whose path
@@ -26,15 +38,25 @@ def apply_overrides(document: Document, overrides: Sequence[str], schema: type[B
     """
     if not overrides:
         return document
+    if isinstance(overrides, str):
+        overrides = [overrides]
     layered = _Layered(document, schema)
     problems: list[Problem] = []
     for number, text in enumerate(overrides, start=1):
-        place = f"override {number}"
+        place = getattr(text, "place", f"override {number}")
+        if not isinstance(text, str):
+            wanted = f"wanted the text of an override, got {value_in_words(text)}"
+            problems.append(Problem(place, (), wanted, 'write "key.path=value"'))
+            continue
         key, equals, raw = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts) or not raw.strip() or len(parts) > MAX_DEPTH:
             remedy = "write key.path=value; null, '' and [] are values too"
             problems.append(Problem(place, (), f"{text!r} is no override", remedy))
+            continue
+        if raw.lstrip()[0] in "*&":
+            what = f"a value that begins with {raw.lstrip()[0]} is a reference in YAML, not text"
+            problems.append(Problem(place, tuple(parts), what, _quoted(parts, raw)))
             continue
         found = layered.put(parts, parse_yaml(raw, place, place=place).data, place)
         if found is not None:
@@ -42,6 +64,12 @@ def apply_overrides(document: Document, overrides: Sequence[str], schema: type[B
     if problems:
         raise join_errors(problems, "the overrides")
     return Document(layered.data, document.source, layered.places)
+
+
+def _quoted(parts: list[str], raw: str) -> str:
+    """The remedy for text that YAML reads as something else: the override as a shell takes it."""
+    text = raw.strip().strip("'\"")
+    return f"put the value in quotes, and the whole in the shell's: '{'.'.join(parts)}=\"{text}\"'"
 
 
 class _Layered:

@@ -103,6 +103,8 @@ def _told(details: Any, root: type[BaseModel], place: Callable[[Path], str]) -> 
     if wanted is None:
         return Problem(place(path), path, details["msg"])
     words = in_words(wanted)
+    if kind == "finite_number":
+        words = words.replace("a number", "a finite number", 1)
     if kind == "missing":
         return Problem(place(path), path, f"required key is missing, wanted {words}")
     given = details["input"]

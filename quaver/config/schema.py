@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from quaver.config.base import Many, Section, only, supported
+from quaver.config.base import MANY, Many, Section, only, supported
 from quaver.config.data import DataConfig
 from quaver.config.low_precision import LowPrecisionConfig, ReplacementRule
 from quaver.config.model import ModelConfig
@@ -26,7 +26,7 @@ class FSDPConfig(Section):
     """How parameters are sharded over the ranks (PyTorch FSDP2)."""
 
     dp_shard_size: int | None = Field(
-        None, ge=1, description="Ranks that share one copy of the weights; null means all of them."
+        None, ge=1, lt=MANY, description="Ranks that share one copy of the weights; null means all of them."
     )
     reshard_after_forward: bool = Field(
         True, description="Free gathered weights after forward; gather again later."
@@ -105,7 +105,7 @@ class RunConfig(Section):
         default_factory=GradientCheckpointingConfig, description="Recompute of activations."
     )
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="Micro-steps whose gradients make one step."
+        1, ge=1, lt=MANY, description="Micro-steps whose gradients make one step."
     )
     compile: Annotated[bool, only(False, "torch.compile", "set compile: false or remove it")] = Field(
         False, description="torch.compile; true is not supported."

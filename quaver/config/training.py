@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, Strict, model_validator
 
-from quaver.config.base import Many, Section, Text, only, supported
+from quaver.config.base import MANY, Many, Section, Text, only, supported
 from quaver.config.problems import problem
 
 
@@ -16,24 +16,32 @@ class TrainingConfig(Section):
     steps: int = Field(
         300,
         ge=1,
+        lt=MANY,
         validation_alias=AliasChoices("steps", "train_iters"),
         description="Optimiser steps of the run.",
     )
     stop_after: int | None = Field(
-        None, ge=1, description="Stop after this many steps, with the schedule still laid out over `steps`."
+        None,
+        ge=1,
+        lt=MANY,
+        description="Stop after this many steps, with the schedule still laid out over `steps`.",
     )
-    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank and micro-step.")
-    validate_every: int = Field(50, ge=0, description="Steps between validations; 0 means only at the end.")
-    validation_batches: int = Field(8, ge=1, description="Batches per validation.")
+    micro_batch_size: int = Field(8, ge=1, lt=MANY, description="Sequences per rank and micro-step.")
+    validate_every: int = Field(
+        50, ge=0, lt=MANY, description="Steps between validations; 0 means only at the end."
+    )
+    validation_batches: int = Field(8, ge=1, lt=MANY, description="Batches per validation.")
     sample_prompts: Many[str] = Field(("def ",), description="Prompts that are continued at each validation.")
-    sample_tokens: int = Field(64, ge=0, description="Tokens of each sample continuation.")
+    sample_tokens: int = Field(64, ge=0, le=4096, description="Tokens of each sample continuation.")
     verify_recompute: Annotated[
         bool,
         only(False, "verify_recompute", "remove it; a later release verifies recompute tensor by tensor"),
     ] = Field(
         False, description="Compare recomputed tensors with the first forward; not supported in this release."
     )
-    nonfinite_limit: int = Field(5, ge=1, description="Skipped non-finite steps in a row that end the run.")
+    nonfinite_limit: int = Field(
+        5, ge=1, lt=MANY, description="Skipped non-finite steps in a row that end the run."
+    )
     router_bias_update_rate: float = Field(
         0.001,
         ge=0,
@@ -41,7 +49,7 @@ class TrainingConfig(Section):
     )
     tensorboard: bool = Field(False, description="Also write TensorBoard files, from the same metrics.")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of torch; null keeps torch's choice."
+        None, ge=1, le=1024, description="CPU threads of torch; null keeps torch's choice."
     )
 
     @model_validator(mode="before")
@@ -65,7 +73,7 @@ class ScheduleConfig(Section):
         "cosine", description="Shape after the warm-up; wsd is warm-up, stable, decay."
     )
     warmup_steps: int | None = Field(
-        None, ge=0, description="Steps of linear warm-up; excludes warmup_ratio."
+        None, ge=0, lt=MANY, description="Steps of linear warm-up; excludes warmup_ratio."
     )
     warmup_ratio: float | None = Field(
         None, ge=0, le=1, description="Warm-up as a share of training.steps; excludes warmup_steps."
@@ -128,8 +136,8 @@ class CheckpointConfig(Section):
     format: Annotated[Literal["dcp"], supported("checkpoint format", "dcp")] = Field(
         "dcp", description="Format of checkpoints: torch's distributed checkpoint."
     )
-    every: int | None = Field(None, ge=1, description="Steps between checkpoints; null saves none.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept, the newest ones.")
+    every: int | None = Field(None, ge=1, lt=MANY, description="Steps between checkpoints; null saves none.")
+    keep: int = Field(2, ge=1, lt=MANY, description="Checkpoints kept, the newest ones.")
     asynchronous: bool = Field(False, description="Write checkpoints beside the training.")
     load_from: Text | None = Field(
         None, description="Run or checkpoint, of any recipe, whose masters the run starts from."

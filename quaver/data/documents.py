@@ -101,7 +101,7 @@ def _text_of_json(line: str, where: str) -> str:
         value = value["text"]
     if not isinstance(value, str):
         raise ConfigError(
-            f"the line's text is a {type(value).__name__}, not a string", where=where, remedy=remedy
+            f"the line's text is of type {type(value).__name__}, not a string", where=where, remedy=remedy
         )
     try:
         value.encode("utf-8")

@@ -23,6 +23,11 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_ranks() -> int:
+    """Ranks of this machine, as a launcher announced them; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def world_size() -> int:
     """Ranks of the process group, or those that a launcher announced before there is one."""
     return dist.get_world_size() if dist.is_initialized() else launched_world_size()
@@ -99,6 +104,7 @@ def check_shard_size(dp_shard_size: int | None, world: int) -> int:
         raise ConfigError(
             f"dp_shard_size {size} does not divide the number of ranks {world}",
             where="fsdp_config.dp_shard_size",
-            remedy=f"start a multiple of {size} ranks, or set dp_shard_size to null or a divisor of {world}",
+            remedy=f"start {size} ranks or a multiple (--nproc {size}), or set dp_shard_size to null or a "
+            f"divisor of {world}",
         )
     return size

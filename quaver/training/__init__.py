@@ -3,9 +3,10 @@
 from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import Observer, RunResult, RunStart, Silent
 from quaver.training.metrics import encode_number
+from quaver.training.preflight import check_documents, dry_run
 from quaver.training.run_folder import check_run_folder, create_run_folder
 from quaver.training.step import StepResult, scheduled_lr, token_nats, train_step
-from quaver.training.trainer import Trainer, dry_run, resolve, train
+from quaver.training.trainer import Trainer, resolve, train
 
 __all__ = [
     "Observer",
@@ -15,6 +16,7 @@ __all__ = [
     "StepResult",
     "Trainer",
     "Validation",
+    "check_documents",
     "check_run_folder",
     "continuation",
     "create_run_folder",

@@ -5,7 +5,7 @@ May import: step, evaluate, metrics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ class RunStart:
     threads: int
     steps: int
     tokens_per_step: int
+    replacements: list[dict[str, Any]] = field(default_factory=list)  # [{"pattern", "hits": [FQN]}]
 
 
 class Observer(Protocol):

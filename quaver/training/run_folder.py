@@ -26,11 +26,17 @@ def check_run_folder(out: str | os.PathLike[str] | None, runs: Path = RUNS) -> N
     if out is not None and os.path.lexists(out):
         raise _exists(Path(out))
     wanted = Path(out) if out is not None else runs
-    above = next(path for path in (wanted, *wanted.absolute().parents) if os.path.lexists(path))
+    reason = why_not_writable(wanted)
+    if reason is not None:
+        raise _not_makeable(reason, wanted)
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why `folder` could not be made or written into, as far as its nearest existing ancestor tells; else None."""
+    above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not above.is_dir():
-        raise _not_makeable(f"{above} is no folder", wanted)
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise _not_makeable(f"{above} is not writable", wanted)
+        return f"{above} is no folder"
+    return None if os.access(above, os.W_OK | os.X_OK) else f"{above} is not writable"
 
 
 def find_run_folder(name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS) -> Path | None:

@@ -14,27 +14,27 @@ from typing import Any
 
 import torch
 
-from quaver.assembly import Assembly, assemble, plan_on_meta
-from quaver.config import RunConfig, load_config
-from quaver.data import Loader, PreparedData, check_data, prepare_data, validation_batches
+from quaver.assembly import Assembly, assemble
+from quaver.config import Override, RunConfig, load_config
+from quaver.data import Loader, PreparedData, prepare_data, validation_batches
 from quaver.distributed import (
-    check_shard_size,
     gather_rows,
     init_world,
-    launched_world_size,
     leave_world,
+    local_ranks,
     on_rank_zero,
     rank,
     shard_mesh,
     world_size,
 )
-from quaver.errors import ConfigError, LedgerError, NonFiniteError
+from quaver.errors import LedgerError, NonFiniteError
 from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
 from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import REPORT, Observer, RunResult, RunStart, Silent
 from quaver.training.interrupt import StopRequest
-from quaver.training.metrics import MetricsWriter, require_tensorboard
+from quaver.training.metrics import MetricsWriter
+from quaver.training.preflight import dry_run
 from quaver.training.progress import Progress
 from quaver.training.run_folder import (
     check_run_folder,
@@ -49,7 +49,7 @@ from quaver.training.step import StepResult, scheduled_lr, train_step
 
 def train(
     path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any],
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     *,
     name: str | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -60,7 +60,7 @@ def train(
 
     Args:
         path_or_config: a YAML file, a mapping, or a parsed config.
-        overrides: dotted keys, "optimizer.lr=1e-4".
+        overrides: dotted keys, "optimizer.lr=1e-4"; one, or several.
         name: folder name under runs/, instead of the config's.
         out: a folder that must not exist yet (unless `resume`), instead of runs/<name>.
         resume: go on from the newest whole checkpoint of `out`, else of the newest runs/<name>*.
@@ -71,42 +71,17 @@ def train(
         CheckpointError: exit code 2: there are checkpoints to resume from, and none is usable.
         NonFiniteError, LedgerError, CheckpointError: the run failed; its folder says how far it came.
     """
+    overrides = [overrides] if isinstance(overrides, str) else [*overrides]
     if name is not None:
-        overrides = [*overrides, f"name={json.dumps(name)}"]
+        overrides.append(Override(f"name={json.dumps(name)}", place="the argument name"))
     return Trainer(resolve(path_or_config, overrides), observer or Silent()).run(out, resume=resume)
 
 
 def resolve(
-    path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any], overrides: Sequence[str] = ()
+    path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any], overrides: str | Sequence[str] = ()
 ) -> RunConfig:
     """A parsed config with its overrides applied."""
     return load_config(path_or_config, overrides)
-
-
-def dry_run(config: RunConfig, ranks: int | None = None) -> Assembly:
-    """Everything that can be known without training: names, spec, plan, shards, data sources and sizes."""
-    assembly = plan_on_meta(config)
-    world = ranks if ranks is not None else (config.fsdp_config.dp_shard_size or launched_world_size())
-    assembly.verdicts(check_shard_size(config.fsdp_config.dp_shard_size, world))
-    check_sequence(config, assembly)
-    check_data(config.data, vocab_size=assembly.hf_config.vocab_size)
-    if config.training.tensorboard:
-        require_tensorboard()
-    for step in (0, config.training.steps - 1):
-        scheduled_lr(step, config.training.steps, config.optimizer)
-    return assembly
-
-
-def check_sequence(config: RunConfig, assembly: Assembly) -> None:
-    """ConfigError if sequences are longer than the model's positions."""
-    longest = getattr(assembly.hf_config, "max_position_embeddings", None)
-    if longest is not None and config.data.seq_len > longest:
-        raise ConfigError(
-            f"sequences of {config.data.seq_len} tokens are longer than the model's {longest} positions",
-            where="data.seq_len",
-            remedy=f"set data.seq_len to at most {longest}, or raise "
-            "model.config_overrides.max_position_embeddings",
-        )
 
 
 class Trainer:
@@ -150,6 +125,8 @@ class Trainer:
             on_rank_zero(lambda: write_config(self.folder, self.config))
             try:
                 result = self._train(stop, resuming=existing is not None)
+            except KeyboardInterrupt:  # the second Ctrl-C: nothing more is written
+                raise KeyboardInterrupt(f"{self.folder} is incomplete") from None
             except Exception:
                 self._write_report()  # the way to a failure is worth reading
                 raise
@@ -195,9 +172,9 @@ class Trainer:
 
     def _prepare(self) -> None:
         config = self.config
+        planned = dry_run(config, self.ranks, local_ranks())
         if config.training.num_threads is not None:
             torch.set_num_threads(config.training.num_threads)
-        planned = dry_run(config, self.ranks)
         self.data = prepare_data(
             config.data,
             seed=config.seed,
@@ -242,6 +219,7 @@ class Trainer:
                 folder=self.folder,
                 parameters=parameters,
                 low_precision_sites=len(self.sites),
+                replacements=self.assembly.replacements(),
                 recipe=self.assembly.ledger.recipe,
                 device=str(self.device),
                 threads=torch.get_num_threads(),

@@ -15,8 +15,8 @@ from rich.console import Console
 from quaver.cli.console import printable, show_error
 from quaver.cli.figures import Tally, clock, count
 from quaver.cli.progress import ProgressView
-from quaver.cli.quiet import KNOWN_NOISE, drop_known_noise
 from quaver.errors import PlanError
+from quaver.quiet import KNOWN_NOISE, drop_known_noise
 from quaver.training import RunStart, StepResult, Validation
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -186,3 +186,16 @@ def test_no_data_is_read_and_no_group_started(
     ended = quaver("plan", tiny(**{"data.sources": [{"path": "/nowhere"}]}))
     assert ended.code == 0, ended.err
     assert not (tmp_path / "cache").exists()
+
+
+def test_help_is_wrapped_by_the_terminal_alone(quaver: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out = quaver("plan", "--help").out
+    assert "and whether each low-precision weight can be sharded over the ranks" in out
+
+
+def test_one_row_and_one_expert_are_singular(quaver: Run, tiny: Tiny) -> None:
+    out = quaver("plan", tiny(), "--world-size", "4").out
+    assert "1 expert " in out
+    assert "1 experts" not in out
+    assert "16 rows" in out

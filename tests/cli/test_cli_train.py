@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+ATTENTION = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 Run = Callable[..., Any]
 Tiny = Callable[..., Path]
 Start = Callable[..., subprocess.Popen[str]]
@@ -49,6 +50,10 @@ def test_a_run_from_end_to_end(quaver: Run, tiny: Tiny, home: Path) -> None:
     assert "cpu, " in start
     assert "16 tokens/step" in start
     assert start.endswith("runs/trial")
+    assert [line for line in err if line.startswith("trial: replaced")] == [
+        *(f"trial: replaced   2  model.layers.*.self_attn.{name}" for name in ATTENTION),
+        "trial: replaced   1  model.layers.*.mlp.experts",
+    ]
     steps = [line for line in err if line.startswith("step ") and "/11" in line]
     assert [line.split()[1] for line in steps] == ["10/11", "11/11"]  # every tenth, and the last
     shown = [line for line in err if "nats/token" in line]
@@ -234,7 +239,7 @@ def test_a_second_ctrl_c_stops_at_once_with_130(start: Start, tiny: Tiny, home: 
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert (out, err) == ("", "stopped\n")
+    assert (out, err) == ("", "stopped: run is incomplete\n")
     assert lines_of(home / "run") == []
 
 

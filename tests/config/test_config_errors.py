@@ -110,7 +110,7 @@ CASES = {
         [">= 0 and < 1", "the number 1"],
     ),
     "zero steps": ("training:\n  steps: 0\n", 2, "training.steps", [">= 1", "the number 0"]),
-    "infinite rate": ("optimizer:\n  lr: .inf\n", 2, "optimizer.lr", ["wanted a number", "inf"]),
+    "infinite rate": ("optimizer:\n  lr: .inf\n", 2, "optimizer.lr", ["wanted a finite number", "inf"]),
     "missing path": (
         "model:\n  spec: deepseek_v3_16b\n",
         1,

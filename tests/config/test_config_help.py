@@ -44,7 +44,7 @@ def test_every_key_is_in_the_help(key, field):
     text = help_config()
     flat = " ".join(text.split())
     if key == "training.train_iters":
-        assert "training.steps (a whole number >= 1; default 300; also written train_iters)" in flat
+        assert "training.steps (a whole number >= 1 and < 10^9; default 300; also written train_iters)" in flat
     else:
         assert re.search(rf"^  {re.escape(key)}  \(", text, re.M), key
     assert " ".join(field.description.split()) in flat
@@ -59,7 +59,7 @@ def test_types_and_defaults_are_those_of_the_schema():
         "  optimizer.clip_norm  (a number > 0 or null; default 1.0)",
         "  optimizer.betas  (a list of 2 (each: a number >= 0 and < 1); default [0.9, 0.95])",
         "  model.config_name_or_path  (text; required)",
-        "  fsdp_config.dp_shard_size  (a whole number >= 1 or null; default null)",
+        "  fsdp_config.dp_shard_size  (a whole number >= 1 and < 10^9 or null; default null)",
         "  training.tensorboard  (true or false; default false)",
         "  gradient_checkpointing.activation_checkpoint  (one of off, full; default off)",
         "  data.sources  (a list; default [])",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quaver.config import LowPrecisionConfig, ReplacementRule, RunConfig, load_config, parse_config
+from quaver.config import LowPrecisionConfig, Override, ReplacementRule, RunConfig, load_config, parse_config
 from quaver.config.document import parse_yaml
 from quaver.config.overrides import apply_overrides
 from quaver.errors import ConfigError
@@ -181,3 +181,42 @@ def test_a_run_config_takes_overrides_and_keeps_its_classes():
 def test_what_is_no_config_is_an_error(nothing):
     with pytest.raises(ConfigError, match="a config is a path, a mapping or a RunConfig, got"):
         load_config(nothing)
+
+
+def test_references_are_told_to_be_quoted():
+    """`*.q_proj` is an alias in YAML, and `&x` would be a silent null."""
+    for value in ("*.q_proj", "&x", " *a"):
+        text = errors(f"name={value}")
+        assert "override 1: name: a value that begins with" in text
+        assert f"""'name="{value.strip()}"'""" in text
+    assert load("""name="a" """).name == "a"
+    assert load('model.freeze=["*.embed"]').model.freeze == ("*.embed",)  # type: ignore[union-attr]
+
+
+def test_one_text_is_one_override():
+    assert load_config({"name": "a"}, "training.steps=2").training.steps == 2
+    assert load_config(RunConfig(), "training.steps=2").training.steps == 2
+    with pytest.raises(ConfigError, match="override 2: wanted the text of an override, got the number 3"):
+        load_config(RunConfig(), ["training.steps=2", 3])  # type: ignore[list-item]
+
+
+def test_an_override_may_have_a_place_of_its_own():
+    with pytest.raises(ConfigError, match=r"^--name: name: '\.\./evil' cannot name"):
+        load_config(RunConfig(), ["seed=1", Override('name="../evil"', place="--name")])
+
+
+def test_numbers_are_finite_and_counts_bounded():
+    for value in (".inf", "-.inf", ".nan"):
+        assert "optimizer.lr: wanted a finite number >= 0, got the number" in errors(f"optimizer.lr={value}")
+        assert "optimizer.clip_norm: wanted a finite number > 0 or null" in errors(
+            f"optimizer.clip_norm={value}"
+        )
+    for key in ("training.steps", "data.seq_len", "gradient_accumulation_steps", "checkpoint.every"):
+        assert f"{key}: wanted a whole number >= 1 and < 10^9" in errors(f"{key}=1000000000")
+    assert load("training.steps=999999999").training.steps == 999_999_999
+    assert "training.num_threads: wanted a whole number >= 1 and <= 1024" in errors(
+        "training.num_threads=1025"
+    )
+    assert "training.sample_tokens: wanted a whole number >= 0 and <= 4096" in errors(
+        "training.sample_tokens=4097"
+    )

@@ -174,7 +174,7 @@ def test_positional_arguments_follow_the_contract():
         (lambda: DataConfig(sources="a"), "DataConfig: sources: wanted a list"),
         (
             lambda: OptimizerConfig(lr=float("nan")),
-            "OptimizerConfig: lr: wanted a number >= 0, got the number nan",
+            "OptimizerConfig: lr: wanted a finite number >= 0, got the number nan",
         ),
         (
             lambda: ScheduleConfig("wsd", 3, 0.1),
