@@ -4,7 +4,7 @@
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     quaver.attach(optimizer, net)
 
-May import: backends, config, low_precision, surgery, rules.
+May import: backends, config, distributed, low_precision, surgery, rules.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from quaver.assembly.rules import bind_rules
 from quaver.backends import Ledger, backend_for
 from quaver.config import LowPrecisionConfig, ReplacementRule
+from quaver.distributed import is_sharded
 from quaver.errors import PlanError
 from quaver.low_precision import policy_for, quantised_weights, quantize_weights, refresh, refresh_stale
 from quaver.surgery import build_replacements, compile_plan, install
@@ -59,8 +62,8 @@ def quantize_modules(
         plan: replacement rules; each pattern must hit.
 
     Raises:
-        PlanError: a plan that does not fit, or a planned weight that is not FP32 (there would be no master);
-            the model is then untouched.
+        PlanError: a plan that does not fit, a planned weight that is not FP32 (there would be no master), or a
+            model that fully_shard, a tensor-parallel plan or DDP already holds; the model is then untouched.
         CapabilityError: the backend cannot run here.
     """
     if not config.enabled:
@@ -74,12 +77,32 @@ def quantize_modules(
     rules = [plan] if isinstance(plan, ReplacementRule) else list(plan)
     if not rules:
         raise PlanError("the plan has no rule", where="plan", remedy="name at least one module pattern")
+    _require_unsharded(model)
     compiled = compile_plan(model, bind_rules(rules, policy))
     for target in compiled.targets:
         _require_fp32(model.get_submodule(target.fqn), target.fqn)
     install(model, build_replacements(model, compiled))
     quantize_weights(model)
     return QuantizedModel(model, compiled.as_json(), ledger)
+
+
+def _require_unsharded(model: nn.Module) -> None:
+    """Sharding and DDP take hold of the very Parameters that quantising replaces."""
+    held = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    reduced = next(
+        (name for name, m in model.named_modules() if isinstance(m, DistributedDataParallel)), None
+    )
+    if held is None and reduced is None and not is_sharded(model):
+        return
+    if reduced is not None:
+        what, where = "the model is under DistributedDataParallel already", reduced or type(model).__name__
+    else:
+        what, where = "the model is sharded already", held or type(model).__name__
+    raise PlanError(
+        f"{what}, so its weights can no longer be replaced by quantised ones",
+        where=where,
+        remedy="quantize_modules first, then fully_shard (or DDP), then the optimiser, then attach",
+    )
 
 
 def _require_fp32(module: nn.Module, fqn: str) -> None:

@@ -1,9 +1,9 @@
 """At rest: `MasterWeight`, the FP32 weight that optimisers, state dicts and FSDP see, its codes beside it.
 
-Every op unwraps to the FP32 master, so stock optimisers, clipping and DTensor work on it. What it adds is a
-cache of physical eight-bit tensors that all its views share, and a count of writes: reading the cache after a
-write and before a refresh raises, naming the weight. May import: master_ops, quantized, recipe,
-distributed, errors.
+The ops of optimisers, state dicts, clipping and DTensor unwrap to the FP32 master; an op that is not known to be
+safe raises, as it could be a GEMM in high precision. What the class adds is a cache of physical eight-bit tensors
+that all its views share, and a count of writes: reading the cache after a write and before a refresh raises,
+naming the weight. May import: master_ops, quantized, recipe, distributed, errors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ from quaver.distributed import (
     check_outputs,
     schema_of,
 )
-from quaver.errors import StaleWeightError
-from quaver.low_precision.master_ops import CASTS, KEEPS_CLASS, REFUSED, is_inplace, is_view, written
+from quaver.errors import PlanError, StaleWeightError
+from quaver.low_precision.master_ops import (
+    CASTS,
+    KEEPS_CLASS,
+    is_allowed,
+    is_inplace,
+    is_view,
+    moves_nothing,
+    remedy_for,
+    written,
+)
 from quaver.low_precision.quantized import (
     FlightState,
     Physical,
@@ -46,6 +55,7 @@ class WeightState:
     physical: Physical = field(default_factory=dict)
     writes: int = 0
     fresh_at: int = -1
+    skipped: int = 0  # writes since fresh_at by fused steps that a gradient scaler had told to change nothing
     version: int = 0
     refreshes: int = 0  # after optimiser steps; the first quantisation is not one
     binding: FSDPBinding | None = None
@@ -59,6 +69,12 @@ class WeightState:
         if self.fresh_at != self.writes:
             return True
         return self.source is not None and self.source._version != self.seen
+
+    @property
+    def unmoved(self) -> bool:
+        """True if all that happened to the master since the codes were derived are skipped steps."""
+        aliased = self.source is not None and self.source._version != self.seen
+        return not aliased and 0 < self.skipped == self.writes - self.fresh_at
 
     def moved_on(self, version: int) -> Callable[[], bool]:
         """Whether what was gathered at a version is outdated by now."""
@@ -146,15 +162,18 @@ class MasterWeight(FSDPExtension, torch.Tensor):
 
         Args:
             shard: where this master's rows lie in the whole weight; its ranks then agree on shared scales.
-            after_step: count it as a refresh that an optimiser step caused.
+            after_step: count it as a refresh that an optimiser step caused; one that was skipped does not count,
+                but derives all the same, because ranks that disagree on the skip must still meet in a shared scale.
         """
         state, master = self.state, self.master
+        counts = after_step and not state.unmoved
         state.physical = self.spec.recipe.weight_class.quantize_master(master, self.spec, shard)
         state.fresh_at = state.writes
         state.source, state.seen = (None, 0) if master.is_inference() else (master, master._version)
         state.shard = shard
         state.version += 1
-        state.refreshes += int(after_step)
+        state.refreshes += int(counts)
+        state.skipped = 0
 
     # gather protocol ---------------------------------------------------------------------------------------
 
@@ -237,6 +256,12 @@ class MasterWeight(FSDPExtension, torch.Tensor):
             return MasterWeight(master, self.spec, state, owner)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if torch._guards.TracingContext.try_get() is not None:
+            raise PlanError(
+                "torch.compile cannot trace a model with quantised weights",
+                where=self.fqn,
+                remedy="run it eagerly, or compile submodules that have none",
+            )
         return ["master"], self.spec
 
     @classmethod
@@ -253,20 +278,25 @@ class MasterWeight(FSDPExtension, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, MasterWeight))
-        if func in REFUSED:
+        if not is_allowed(func):
+            parts = func.decompose(*args, **kwargs)  # composite ops come whole in inference mode
+            if parts is not NotImplemented:
+                return parts
             raise StaleWeightError(
-                f"{func} on a quantised weight would compute in high precision without a word",
+                f"{func} is not allowed on a quantised weight: it would compute in high precision without a word",
                 where=first.fqn,
-                remedy="call the low-precision module, or take .master where FP32 is really meant",
+                remedy=remedy_for(func),
             )
         if func in (aten.detach.default, aten.alias.default):
             # the same plain master, so that writes through either are seen by the one version counter
             return first._view(first.master)
+        skipped = int(moves_nothing(func, kwargs))
         for leaf in written(func, args, kwargs):  # autograd's own version counter never moves here
             if isinstance(leaf, MasterWeight):
-                leaf.state.writes += 1
-                if leaf.owner is not None:
-                    leaf.owner.writes += 1
+                for state in (leaf.state, leaf.owner):
+                    if state is not None:
+                        state.writes += 1
+                        state.skipped += skipped
         plain_args, plain_kwargs = tree_map(
             lambda x: x.master if isinstance(x, MasterWeight) else x, (args, kwargs)
         )
@@ -280,7 +310,7 @@ class MasterWeight(FSDPExtension, torch.Tensor):
                 remedy="call the low-precision module, or cast .master (or a state_dict() tensor) where it is meant",
             )
         view = is_view(func)
-        if func not in KEEPS_CLASS and not view:
+        if func.overloadpacket not in KEEPS_CLASS and not view:
             return result
 
         def wrap(tensor: torch.Tensor) -> torch.Tensor:

@@ -164,6 +164,45 @@ def test_attach_before_fully_shard_is_an_error() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_fully_shard_before_quantize_modules_is_an_error(whole: bool) -> None:
+    init_world()
+    model = MLP()
+    fully_shard(model if whole else model.layers[1], mesh=shard_mesh(None), mp_policy=BF16)
+    before = [id(m) for m in model.modules()]
+    with pytest.raises(
+        PlanError, match=r"(?s)sharded already.*layers\.\d\.weight.*quantize_modules first"
+    ) as raised:
+        quaver.quantize_modules(model, CONFIGS["mxfp8"], plan=[RULE])
+    assert "then fully_shard" in str(raised.value)
+    assert [id(m) for m in model.modules()] == before
+
+
+def test_ddp_before_quantize_modules_is_an_error() -> None:
+    """DDP's reducer would go on with the old Parameters: no gradient would be averaged."""
+    init_world()
+    model = nn.ModuleDict({"net": nn.parallel.DistributedDataParallel(MLP())})
+    rule = quaver.ReplacementRule("**.layers.*", nn.Linear, "low_precision_linear")
+    with pytest.raises(
+        PlanError, match=r"(?s)under DistributedDataParallel.*where: net.*quantize_modules first"
+    ):
+        quaver.quantize_modules(model, CONFIGS["mxfp8"], plan=[rule])
+
+
+def test_ddp_after_quantising_trains_as_the_plain_model() -> None:
+    init_world()
+    plain, model = MLP(), MLP()
+    for net in (plain, model):
+        quaver.quantize_modules(net, CONFIGS["mxfp8"], plan=[RULE])
+    parallel = nn.parallel.DistributedDataParallel(model)
+    losses = []
+    for net, called in ((plain, plain), (model, parallel)):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        quaver.attach(optimizer, net)
+        losses.append(train(called, optimizer, 3))
+    assert losses[0] == losses[1]
+
+
 def test_an_optimizer_without_a_weight_is_refused() -> None:
     model = MLP()
     quaver.quantize_modules(model, CONFIGS["mxfp8"], plan=[RULE])

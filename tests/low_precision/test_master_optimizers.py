@@ -11,6 +11,23 @@ from torch.optim.swa_utils import AveragedModel
 from quaver.errors import StaleWeightError
 from quaver.low_precision import MasterWeight, low_precision_linear, quantised_weights, refresh_stale
 
+
+class Lion(torch.optim.Optimizer):
+    """As users write their own: sign of an interpolated momentum, decoupled decay."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.data.mul_(1 - group["lr"] * 0.1)
+                p.add_(torch.lerp(p.grad, m, 0.9).sign_(), alpha=-group["lr"])
+                m.lerp_(p.grad, 0.01)
+
+
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -22,6 +39,19 @@ OPTIMIZERS = {
     "sgd-foreach": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
     "sgd-fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "rmsprop-foreach": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    "adagrad-foreach": lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "nadam-foreach": lambda p: torch.optim.NAdam(p, lr=1e-2, weight_decay=0.1, foreach=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "radam-foreach": lambda p: torch.optim.RAdam(p, lr=1e-2, weight_decay=0.1, foreach=True),
+    "adamax-foreach": lambda p: torch.optim.Adamax(p, lr=1e-2, foreach=True),
+    "adadelta-foreach": lambda p: torch.optim.Adadelta(p, lr=1.0, foreach=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=1),
+    "rprop-foreach": lambda p: torch.optim.Rprop(p, lr=1e-3, foreach=True),
+    "lion": lambda p: Lion(p, lr=1e-3),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
 }
 
@@ -142,3 +172,52 @@ def test_an_averaged_model_is_a_model_of_its_own(recipe_id):
     assert torch.equal(averaged(x), fresh(x))
     assert not torch.equal(averaged(x), model(x))
     assert set(quantised_weights(averaged)) == {"0.weight", "2.weight"}
+
+
+def scaler_step(optimizer, scaler, model, scale):
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    loss = model(x).float().pow(2).mean()
+    scaler.scale(loss).backward()
+    if scale is not None:
+        next(model.parameters()).grad[0, 0] = scale
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}])
+def test_a_step_that_a_gradient_scaler_skips_is_not_a_refresh(kind):
+    """The fused kernel is called even then, and told to write nothing."""
+    model = mlp(policy(FORMATS[1]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **kind)
+    optimizer.register_step_post_hook(lambda *_: refresh_stale(model, after_step=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def counts():
+        return {weight.state.refreshes for _, weight in quantised_weights(model).values()}
+
+    for scale, wanted in (
+        (None, 1),
+        (float("inf"), 1),
+        (None, 2),
+        (float("nan"), 2),
+        (float("inf"), 2),
+        (None, 3),
+    ):
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler_step(optimizer, scaler, model, scale)
+        moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before)]
+        assert set(moved) == {scale is None}
+        assert counts() == {wanted}
+
+
+def test_a_write_beside_a_skipped_step_counts_as_one():
+    model = mlp(policy(FORMATS[0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler_step(optimizer, scaler, model, float("inf"))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    model[2].weight.master.mul_(2)
+    assert refresh_stale(model, after_step=True) == ["0.weight", "2.weight"]
+    assert [weight.state.refreshes for _, weight in quantised_weights(model).values()] == [1, 1]
