@@ -58,9 +58,9 @@ def build_adamw(
         groups[name].append((fqn, parameter))
     if not seen_names:
         raise PlanError(
-            "The optimiser has no parameter to train.",
+            "the optimiser has no parameter to train",
             where="model.freeze",
-            remedy="Freeze fewer modules: at least one parameter must train.",
+            remedy="freeze fewer modules: at least one parameter must train",
         )
     named_groups = [
         {"name": name, "params": held, "weight_decay": weight_decay if name.startswith("decay") else 0.0}
@@ -72,15 +72,15 @@ def build_adamw(
 
 def _check(fqn: str, parameter: Tensor, names: set[str], tensors: dict[Tensor, str]) -> None:
     if fqn in names:
-        what, remedy = "A parameter's name is given twice.", "Give each parameter once."
+        what, remedy = "a parameter's name is given twice", "give each parameter once"
     elif parameter in tensors:
-        what = f"The parameter is the same tensor as {tensors[parameter]}."
-        remedy = "Give tied parameters once (named_parameters() leaves duplicates out)."
+        what = f"the parameter is the same tensor as {tensors[parameter]}"
+        remedy = "give tied parameters once (named_parameters() leaves duplicates out)"
     elif not parameter.requires_grad:
-        what, remedy = "A frozen parameter was given to the optimiser.", "Leave frozen parameters out."
+        what, remedy = "a frozen parameter was given to the optimiser", "leave frozen parameters out"
     elif parameter.dtype != torch.float32:
-        what = f"The optimiser's parameter is {parameter.dtype}, not an FP32 master."
-        remedy = "Keep parameters at rest in FP32; the compute dtype is the mixed-precision policy's."
+        what = f"the optimiser's parameter is {parameter.dtype}, not an FP32 master"
+        remedy = "keep parameters at rest in FP32; the compute dtype is the mixed-precision policy's"
     else:
         return
     raise PlanError(what, where=fqn, remedy=remedy)

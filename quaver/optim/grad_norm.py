@@ -44,9 +44,9 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         raise PlanError(
-            "No parameter has a gradient.",
+            "no parameter has a gradient",
             where="gradient_norm",
-            remedy="Call it after backward and before zero_grad.",
+            remedy="call it after backward and before zero_grad",
         )
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     sums = row_square_sums(local)
@@ -67,13 +67,13 @@ def clip_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> float:
     value = float(norm.item())
     if not (value < float("inf")):
         raise PlanError(
-            f"Gradients of norm {value} cannot be clipped.", where="clip_", remedy="Skip the step instead."
+            f"gradients of norm {value} cannot be clipped", where="clip_", remedy="skip the step instead"
         )
     if not max_norm > 0.0:
         raise PlanError(
-            f"The clip norm {max_norm} is not positive.",
+            f"the clip norm {max_norm} is not positive",
             where="optimizer.clip_norm",
-            remedy="Give a positive norm, or null for no clipping.",
+            remedy="give a positive norm, or null for no clipping",
         )
     coefficient = torch.tensor(min(1.0, max_norm / (value + 1e-6)), dtype=torch.float64).float().item()
     if coefficient < 1.0:
@@ -178,15 +178,15 @@ def _sharding(gradient: Tensor) -> _Sharding | None:
             axes.append(axis)
         elif type(placement) is not Replicate:
             raise PlanError(
-                f"A gradient has the placement {placement}; its norm is defined for Shard(0) and Replicate.",
+                f"a gradient has the placement {placement}; its norm is defined for Shard(0) and Replicate",
                 where=f"gradient of shape {tuple(gradient.shape)}",
-                remedy="Shard parameters on dim 0, and reduce gradients before taking their norm.",
+                remedy="shard parameters on dim 0, and reduce gradients before taking their norm",
             )
     if len(axes) > 1:
         raise PlanError(
-            "A gradient's rows are sharded over more than one mesh axis.",
+            "a gradient's rows are sharded over more than one mesh axis",
             where=f"gradient of shape {tuple(gradient.shape)}, placements {gradient.placements}",
-            remedy="Shard dim 0 over one axis and replicate over the others.",
+            remedy="shard dim 0 over one axis and replicate over the others",
         )
     if not axes or gradient.device_mesh.size(axes[0]) == 1:
         return None

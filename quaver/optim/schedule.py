@@ -68,9 +68,9 @@ def learning_rate(
 def _share_of_steps(ratio: float, total_steps: int, phase: str) -> int:
     if not 0.0 <= ratio <= 1.0:
         raise ConfigError(
-            f"The {phase} ratio {ratio} is not a share of the schedule.",
+            f"the {phase} ratio {ratio} is not a share of the schedule",
             where=f"optimizer.schedule.{phase}_ratio",
-            remedy="Give a number from 0 to 1.",
+            remedy="give a number from 0 to 1",
         )
     return math.ceil(Fraction(repr(float(ratio))) * total_steps)
 
@@ -79,24 +79,24 @@ def _check(step: int, total: int, kind: str, warmup: int, decay: int, final_rati
     where, section = "", "optimizer.schedule"
     if kind not in KINDS:
         raise ConfigError(
-            f"{kind!r} is not a schedule.",
+            f"{kind!r} is not a schedule",
             where=f"{section}.kind",
-            remedy=f"Choose one of {', '.join(KINDS)}.",
+            remedy=f"choose one of {', '.join(KINDS)}",
         )
     if total < 1:
         what, where, remedy = (
-            f"A schedule of {total} steps is empty.",
+            f"a schedule of {total} steps is empty",
             "training.steps",
-            "Give at least 1 step.",
+            "give at least 1 step",
         )
     elif not 0 <= step <= total:
-        what = f"Step {step} lies outside a schedule of {total} steps."
-        where, remedy = "training.steps", "Raise training.steps; a longer run needs a longer schedule."
+        what = f"step {step} lies outside a schedule of {total} steps"
+        where, remedy = "training.steps", "raise training.steps; a longer run needs a longer schedule"
     elif warmup < 0 or warmup + decay > total:
-        what = f"{warmup} warm-up steps and {decay} decay steps do not fit into {total} steps."
-        where, remedy = section, "Shorten the warm-up or the decay, or raise training.steps."
+        what = f"{warmup} warm-up steps and {decay} decay steps do not fit into {total} steps"
+        where, remedy = section, "shorten the warm-up or the decay, or raise training.steps"
     elif not 0.0 <= final_ratio <= 1.0:
-        what = f"The final ratio {final_ratio} is not a share of the peak rate."
-        where, remedy = f"{section}.final_ratio", "Give a number from 0 to 1."
+        what = f"the final ratio {final_ratio} is not a share of the peak rate"
+        where, remedy = f"{section}.final_ratio", "give a number from 0 to 1"
     if where:
         raise ConfigError(what, where=where, remedy=remedy)

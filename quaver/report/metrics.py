@@ -79,6 +79,7 @@ class Metrics:
         samples: continuations.
         repeated: lines that a later line of the same step and kind replaced.
         other: lines of a kind that this reader does not know.
+        cut: the last line is incomplete, as a killed run leaves it, and does not count.
     """
 
     training: tuple[TrainingLine, ...]
@@ -86,6 +87,7 @@ class Metrics:
     samples: tuple[SampleLine, ...]
     repeated: int
     other: int
+    cut: bool = False
 
     @property
     def steps(self) -> int:
@@ -111,14 +113,16 @@ def read_metrics(run_dir: str | Path) -> Metrics:
     """Reads `run_dir`/metrics.jsonl.
 
     Raises:
-        ConfigError: no such folder or file, no lines, or a line that is not of the form above (file:line).
+        ConfigError: no such folder or file, no lines, or a line that is not of the form above (file:line). An
+            unfinished last line, without its newline, is left out: `cut`.
     """
     path = require_run_folder(run_dir) / "metrics.jsonl"
     training: dict[int, TrainingLine] = {}
     validation: dict[int, ValidationLine] = {}
     samples: dict[int, SampleLine] = {}
     repeated = other = 0
-    for place, text in _lines(path):
+    lines_read, cut = _lines(path)
+    for place, text in lines_read:
         fields = _Fields(place, text)
         step = fields.integer("step")
         found: list[tuple[dict[int, Any], Any]] = []
@@ -135,9 +139,9 @@ def read_metrics(run_dir: str | Path) -> Metrics:
             lines[step] = line
     if not training and not validation:
         raise ConfigError(
-            "The run has no metrics yet.",
+            "the run has no metrics yet",
             where=str(path),
-            remedy="Wait for its first step, or leave the run out.",
+            remedy="wait for its first step, or leave the run out",
         )
     return Metrics(
         training=tuple(training[step] for step in sorted(training)),
@@ -145,6 +149,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         samples=tuple(samples[step] for step in sorted(samples)),
         repeated=repeated,
         other=other,
+        cut=cut,
     )
 
 
@@ -153,28 +158,40 @@ def require_run_folder(run_dir: str | Path) -> Path:
     folder = Path(run_dir)
     if not folder.is_dir():
         raise ConfigError(
-            "There is no such run folder." if not folder.exists() else "A run is a folder, and this is none.",
+            "there is no such run folder" if not folder.exists() else "a run is a folder, and this is none",
             where=str(folder),
-            remedy="Give a folder that `quaver train` wrote, such as runs/demo.",
+            remedy="give a folder that `quaver train` wrote, such as runs/demo",
         )
     if not (folder / "metrics.jsonl").is_file():
         raise ConfigError(
-            "The folder has no metrics.jsonl, so it is no run.",
+            "the folder has no metrics.jsonl, so it is no run",
             where=str(folder),
-            remedy="Give a folder that `quaver train` wrote, such as runs/demo.",
+            remedy="give a folder that `quaver train` wrote, such as runs/demo",
         )
     return folder
 
 
-def _lines(path: Path) -> list[tuple[str, str]]:
+def _lines(path: Path) -> tuple[list[tuple[str, str]], bool]:
+    """Each line with its place; and whether an unfinished last one was left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        whole, newline, rest = data.rpartition(b"\n")
+        cut = rest.startswith(b"{") and not _is_json(rest)  # a line that lacks nothing but its newline counts
+        text = (whole + newline if cut else data).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"The metrics cannot be read: {error}.", where=str(path), remedy="Restore the file from the run."
+            f"the metrics cannot be read: {error}", where=str(path), remedy="restore the file from the run"
         ) from error
     numbered = enumerate(text.split("\n"), start=1)
-    return [(f"{path}:{number}", line) for number, line in numbered if line.strip()]
+    return [(f"{path}:{number}", line) for number, line in numbered if line.strip()], cut
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _training(step: int, fields: _Fields) -> TrainingLine:
@@ -205,15 +222,15 @@ class _Fields:
             data = _DECODER.decode(text)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            self._refuse(f"The line is not JSON: {reason}.")
+            self._refuse(f"the line is not JSON: {reason}")
         if not isinstance(data, Mapping):
-            self._refuse("The line is not a JSON object.")
+            self._refuse("the line is not a JSON object")
         self.data = data
 
     def integer(self, key: str) -> int:
         value = self._value(key)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_INT:
-            self._refuse(f"{key!r} is {_shown(value)}, not a count.")
+            self._refuse(f"{key!r} is {_shown(value)}, not a count")
         return value
 
     def number(self, key: str) -> float:
@@ -221,32 +238,32 @@ class _Fields:
         if isinstance(value, str) and value in NON_FINITE:
             return NON_FINITE[value]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            self._refuse(f'{key!r} is {_shown(value)}, not a number (or "nan", "inf", "-inf").')
+            self._refuse(f'{key!r} is {_shown(value)}, not a number (or "nan", "inf", "-inf")')
         try:
             return float(value)
         except OverflowError:
-            self._refuse(f"{key!r} is too large for a number.")
+            self._refuse(f"{key!r} is too large for a number")
 
     def samples(self) -> tuple[Sample, ...]:
         value = self._value("samples")
         if not isinstance(value, list):
-            self._refuse(f"'samples' is {_shown(value)}, not a list.")
+            self._refuse(f"'samples' is {_shown(value)}, not a list")
         found = []
         for item in value:
             texts = (item.get("prompt"), item.get("text")) if isinstance(item, Mapping) else (None, None)
             if not (isinstance(texts[0], str) and isinstance(texts[1], str)):
-                self._refuse('A sample is not of the form {"prompt": text, "text": text}.')
+                self._refuse('a sample is not of the form {"prompt": text, "text": text}')
             found.append(Sample(texts[0], texts[1]))
         return tuple(found)
 
     def _value(self, key: str) -> Any:
         if key not in self.data:
-            self._refuse(f"The line lacks {key!r}.")
+            self._refuse(f"the line lacks {key!r}")
         return self.data[key]
 
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(
-            what, where=self._place, remedy="Correct or remove the line; the other lines are untouched."
+            what, where=self._place, remedy="correct or remove the line; the other lines are untouched"
         )
 
 

@@ -113,6 +113,8 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "charts": build_charts(runs),
         "box": {"height": charts.HEIGHT, "left": charts.LEFT, "top": charts.TOP, "bottom": charts.BOTTOM},
         "summary": tables.summary_rows(runs),
+        "any_skipped": any(run.metrics.skipped for run in runs),
+        "any_non_finite": any(run.metrics.non_finite for run in runs),
         "config_differences": tables.differences(configs),
         "environment": tables.side_by_side(environments) if any(environments) else [],
         "environment_differs": {row.key for row in tables.differences(environments)},
@@ -139,8 +141,14 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.globals["colour"] = run_class
+    environment.filters["visible"] = visible
     environment.filters["thousands"] = lambda value: f"{value:,}"
     return environment
+
+
+def visible(text: str) -> str:
+    """Escapes control and other unprintable characters, which a browser would hide or obey; newlines and tabs stay."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def run_class(index: int) -> str:
@@ -152,18 +160,18 @@ def run_class(index: int) -> str:
 def _refuse_to_overwrite(path: Path) -> None:
     if not path.exists() and not path.is_symlink():
         return
-    remedy = "Give another file with --out."
+    remedy = "give another file with --out"
     if not path.is_file():
-        raise ConfigError("The report's path is not a file.", where=str(path), remedy=remedy)
+        raise ConfigError("the report's path is not a file", where=str(path), remedy=remedy)
     try:
         with path.open("rb") as file:
             ours = file.read(len(SIGNATURE)) == SIGNATURE.encode()
     except OSError as error:
-        what = f"The report's path cannot be read: {error}."
+        what = f"the report's path cannot be read: {error}"
         raise ConfigError(what, where=str(path), remedy=remedy) from error
     if not ours:
         raise ConfigError(
-            "A file that is no report of Quaver's lies there, and it is not overwritten.",
+            "a file that is no report of Quaver's lies there, and it is not overwritten",
             where=str(path),
             remedy=remedy,
         )
@@ -181,7 +189,7 @@ def _write(path: Path, html: str) -> None:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"The report cannot be written: {error}.",
+            f"the report cannot be written: {error.strerror or error}",
             where=str(path),
-            remedy="Give a writable file with --out.",
+            remedy="give a writable file with --out",
         ) from error

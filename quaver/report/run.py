@@ -76,11 +76,11 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
         ConfigError: no folder at all, one given twice, or one that is no readable run.
     """
     if not folders:
-        raise ConfigError("No run was given.", where="report", remedy="Give one or more run folders.")
+        raise ConfigError("no run was given", where="report", remedy="give one or more run folders")
     resolved = [require_run_folder(folder).resolve() for folder in folders]
     for path, count in Counter(resolved).items():
         if count > 1:
-            raise ConfigError("The same run is given twice.", where=str(path), remedy="Give each run once.")
+            raise ConfigError("the same run is given twice", where=str(path), remedy="give each run once")
     return [_read_run(name, path) for name, path in zip(_names(resolved), resolved)]
 
 
@@ -145,13 +145,13 @@ def _ledger(document: Mapping[str, Any], path: Path) -> LedgerSummary:
     entries, idle = document.get("entries"), document.get("idle_experts", [])
     ok = document.get("ok")
     if not isinstance(entries, list) or not isinstance(idle, list) or not isinstance(ok, bool):
-        _refuse(path, "It is not of the form of a ledger.")
+        _refuse(path, "it is not of the form of a ledger")
     for entry in entries:
         known = entry if isinstance(entry, Mapping) else {}
         keys = [known.get(key) for key in ("format", "kind", "gemm")]
         counts = [known.get("count"), known.get("recomputed", 0)]
         if not all(isinstance(k, str) for k in keys) or not all(isinstance(c, int) for c in counts):
-            _refuse(path, "An entry of the ledger is not of its form.")
+            _refuse(path, "an entry of the ledger is not of its form")
         form, kind, gemm = map(str, keys)
         executed[form, kind, gemm] += counts[0]
         recomputed[form, kind] += counts[1]
@@ -167,11 +167,11 @@ def _ledger(document: Mapping[str, Any], path: Path) -> LedgerSummary:
 def _replacements(document: Any, path: Path) -> dict[str, int]:
     rows = document.get("replacements") if isinstance(document, dict) else document
     if not isinstance(rows, list):
-        _refuse(path, "It holds no list of replacements.")
+        _refuse(path, "it holds no list of replacements")
     hits: Counter[str] = Counter()
     for row in rows:
         if not isinstance(row, Mapping) or not isinstance(row.get("hits"), list) or "pattern" not in row:
-            _refuse(path, "A replacement is not of its form.")
+            _refuse(path, "a replacement is not of its form")
         hits[str(row["pattern"])] += len(row["hits"])
     return dict(hits)
 
@@ -182,7 +182,7 @@ def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        _refuse(path, f"It cannot be read: {error}.")
+        _refuse(path, f"it cannot be read: {error}")
 
 
 def _json(path: Path, kinds: type | tuple[type, ...]) -> Any:
@@ -192,15 +192,15 @@ def _json(path: Path, kinds: type | tuple[type, ...]) -> Any:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"It is not JSON: {error}.")
+        _refuse(path, f"it is not JSON: {error}")
     if not isinstance(document, kinds):
-        _refuse(path, "It is not of the expected form.")
+        _refuse(path, "it is not of the expected form")
     return document
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
     raise ConfigError(
-        f"A file of the run is broken. {why}",
+        f"a file of the run is broken: {why}",
         where=str(path),
-        remedy="Restore the file, or remove it to do without.",
+        remedy="restore the file, or remove it to do without",
     )

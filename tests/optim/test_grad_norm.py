@@ -101,7 +101,7 @@ def test_empty_and_missing_gradients():
     expected = made[1].grad.double().norm()
     torch.testing.assert_close(gradient_norm(made), expected, rtol=1e-14, atol=0)
     made[1].grad = made[2].grad = None
-    with pytest.raises(PlanError, match="No parameter has a gradient"):
+    with pytest.raises(PlanError, match="no parameter has a gradient"):
         gradient_norm(made)
 
 

@@ -81,7 +81,7 @@ def test_folders_that_are_no_runs(tmp_path, make_run):
     with pytest.raises(ConfigError, match="no such run folder"):
         read_metrics(tmp_path / "absent")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="A run is a folder"):
+    with pytest.raises(ConfigError, match="a run is a folder"):
         read_metrics(tmp_path / "file")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=r"no metrics\.jsonl"):
@@ -94,3 +94,17 @@ def test_folders_that_are_no_runs(tmp_path, make_run):
     (binary / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_metrics(binary)
+
+
+def test_an_unfinished_last_line_is_left_out_and_told(make_run):
+    """A killed run ends in the middle of a line, even of a character; a whole line without newline counts."""
+    whole = json.dumps(training_line(1)) + "\n"
+    second = json.dumps(training_line(2))
+    for rest, steps, cut in ((second[:30], 1, True), (second, 2, False), ("", 1, False)):
+        metrics = read_metrics(make_run(f"run-{len(rest)}", [], text=whole + rest))
+        assert (metrics.steps, metrics.cut) == (steps, cut)
+    run = make_run("character", [])
+    (run / "metrics.jsonl").write_bytes(whole.encode() + b'{"step": 2, "samples": [{"prompt": "\xc3')
+    assert read_metrics(run).cut
+    with pytest.raises(ConfigError, match="not JSON"):  # in the middle it stays an error
+        read_metrics(make_run("middle", [], text=whole + second[:30] + "\n" + second + "\n"))

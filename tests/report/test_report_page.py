@@ -130,7 +130,7 @@ def test_summary_ledger_replacements_and_samples(make_run, tmp_path):
     page = read(render_report(full_run(make_run), tmp_path / "report.html"))
     recipe = "mxfp8_e4m3/mx_block/floor@1"
     assert rows(page, "summary")[1] == [
-        "mxfp8", recipe, "7.23M", "4", "256", "1.5000", "2.2500", "102", "0", "0",
+        "mxfp8", recipe, "7.23M", "4", "256", "1.5000", "2.2500", "102",
     ]  # fmt: skip
     assert rows(page, "ledger")[1] == ["mxfp8", "mxfp8_e4m3", "dense", "12", "12", "12", "12", "1", "agrees"]
     assert rows(page, "replacements")[1] == ["layers.*", "2"]
@@ -273,7 +273,7 @@ def test_runs_of_one_name_are_told_apart_by_their_path(make_run, tmp_path):
     assert [words(item) for item in page.find("li")] == ["one/run", "two/run"]
     with pytest.raises(ConfigError, match="given twice"):
         render_report([runs[0], runs[0]], tmp_path / "report.html")
-    with pytest.raises(ConfigError, match="No run was given"):
+    with pytest.raises(ConfigError, match="no run was given"):
         render_report([], tmp_path / "report.html")
 
 
@@ -300,8 +300,10 @@ def test_only_an_earlier_report_is_overwritten(make_run, tmp_path):
     assert (tmp_path / "notes.html").read_text() == "mine"
     with pytest.raises(ConfigError, match="not a file"):
         render_report(run, tmp_path)
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be written: No such file or directory") as caught:
         render_report(run, tmp_path / "absent" / "report.html")
+    assert caught.value.where == str(tmp_path / "absent" / "report.html")
+    assert ".part" not in str(caught.value)
     assert not list(tmp_path.glob(".*.part"))
 
 
@@ -324,3 +326,28 @@ def test_a_browser_draws_it(make_run, tmp_path, dark):
     assert (sum(paper) < 120) == dark
     blue = (0x5A, 0xAE, 0xEA) if dark else (0x00, 0x72, 0xB2)
     assert sum(pixel == blue for pixel in image.crop((0, 300, 1280, 1400)).getdata()) > 500
+
+
+def test_an_unfinished_last_line_is_noted_on_the_page(make_run, tmp_path):
+    text = json.dumps(training_line(1)) + '\n{"step": 2, "lo'
+    page = read(render_report(make_run("killed", [], text=text), tmp_path / "report.html"))
+    (summary,) = page.find("section", id="summary")
+    assert "killed: the last line of metrics.jsonl is incomplete" in " ".join(words(summary).split())
+
+
+def test_control_characters_of_samples_are_shown_not_obeyed(make_run, tmp_path):
+    sample = {"prompt": "a\tb\n", "text": "\x1b[2J\u202e\x00é"}
+    page = read(
+        render_report(make_run("run", [training_line(1), {"step": 1, "samples": [sample]}]), tmp_path / "r")
+    )
+    assert page.find("pre")[0]["text"] == "a\tb\n" + r"\x1b[2J\u202e\x00é"
+
+
+def test_columns_of_trouble_stand_only_where_there_is_some(make_run, tmp_path):
+    calm, trouble = make_run("calm", [training_line(1)]), make_run("trouble", [training_line(1, skipped=1)])
+    heads = [
+        words(read(render_report(runs, tmp_path / "r.html")).find("section", id="summary")[0])
+        for runs in ([calm], [calm, trouble])
+    ]
+    assert ["Skipped" in head for head in heads] == [False, True]
+    assert not any("Non-finite" in head for head in heads)
