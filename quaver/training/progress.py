@@ -55,9 +55,10 @@ class Progress:
             if saved.keys() != fields.keys():
                 raise ValueError(f"fields {sorted(saved)}")
             values: dict[str, Any] = {
-                k: float.fromhex(v) if isinstance(fields[k], float) else int(v) for k, v in saved.items()
+                k: float.fromhex(v) if isinstance(fields[k], float) else _count(k, v)
+                for k, v in saved.items()
             }
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raised = CheckpointError(
                 f"the run's counters in the checkpoint are not readable: {error}",
                 where="state.json: progress",
@@ -65,3 +66,10 @@ class Progress:
             raised.exit_code = 2
             raise raised from error
         return cls(**values)
+
+
+def _count(name: str, value: Any) -> int:
+    """A counter as it was saved; nothing is rounded or converted to make one."""
+    if type(value) is not int:
+        raise ValueError(f"{name} is {value!r}")
+    return value
