@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.policies import FLOOR, linear
-
-mxfp8_linear = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 
 def torchao_linear(weight, bias):
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    module = mxfp8_linear.MXFP8Linear(
+    module = MXFP8Linear(
         weight.shape[1],
         weight.shape[0],
         bias=bias is not None,

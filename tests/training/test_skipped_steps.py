@@ -70,6 +70,53 @@ def test_a_raising_step_moves_nothing(micro, fmt: str) -> None:
     assert same(before, state(assembly))
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("how", ["skipped", "second forward", "second backward", "optimizer"])
+def test_a_failed_step_leaves_nothing_to_the_next(micro, monkeypatch, fmt: str, how: str) -> None:
+    """Gradients and router counts of a step that failed are dropped: the next one is a fresh model's."""
+    sample = batches(micro(fmt), 4)
+    fresh, failing = build(micro(fmt)), build(micro(fmt))
+    with monkeypatch.context() as broken:
+        if how == "skipped":
+            # finite weights and routing, and then a loss that is none
+            broken.setattr("quaver.training.step.math.isfinite", lambda _: False)
+            assert train_step(failing, sample[:2], lr=1e-3, clip_norm=1.0).skipped
+        else:
+            fail_in(failing, how, broken)
+            with pytest.raises(RuntimeError, match="went away"):
+                train_step(failing, sample[:2], lr=1e-3, clip_norm=1.0)
+    assert all(p.grad is None for p in failing.model.parameters())
+    assert all(not any(load.counts) for load in failing.router_bias.loads())
+    wanted = train_step(fresh, sample[2:], lr=1e-3, clip_norm=1.0)
+    assert train_step(failing, sample[2:], lr=1e-3, clip_norm=1.0) == wanted
+    assert same(state(fresh), state(failing))
+
+
+def fail_in(assembly, how: str, broken: pytest.MonkeyPatch) -> None:
+    """Makes one moment of the next step raise."""
+    import quaver.training.step as step
+
+    def crash(*_) -> None:
+        raise RuntimeError("the device went away")
+
+    if how == "optimizer":
+        broken.setattr(assembly.optimizer, "step", crash)
+        return
+    real, calls = step.token_nats, []
+
+    def nats(model, batch):
+        calls.append(1)
+        if len(calls) == 1:
+            return real(model, batch)
+        if how == "second forward":
+            crash()
+        loss = real(model, batch)
+        loss.register_hook(crash)
+        return loss
+
+    broken.setattr(step, "token_nats", nats)
+
+
 def test_the_schedule_waits_for_a_skipped_step(micro, tmp_path, read_metrics, monkeypatch) -> None:
     import quaver.training.trainer as trainer
 
