@@ -27,7 +27,7 @@ from quaver.distributed import (
     shard_mesh,
     world_size,
 )
-from quaver.errors import LedgerError, NonFiniteError
+from quaver.errors import LedgerError, NonFiniteError, QuaverError
 from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
 from quaver.training.evaluate import Validation, continuation, validate
@@ -99,6 +99,7 @@ class Trainer:
         self.rank, self.ranks = 0, 1
         self.progress = Progress()
         self.started_at = 0  # step of the checkpoint that this process went on from
+        self.proven = False  # the GEMMs of a first step, or of a whole run, were held against the plan
         self.last_validation: tuple[int, Validation] | None = None
 
     def run(self, out: str | os.PathLike[str] | None = None, *, resume: bool = False) -> RunResult:
@@ -128,7 +129,7 @@ class Trainer:
             except KeyboardInterrupt:  # the second Ctrl-C: nothing more is written
                 raise KeyboardInterrupt(f"{self.folder} is incomplete") from None
             except Exception:
-                self._write_report()  # the way to a failure is worth reading
+                self._report_failure()
                 raise
             self._write_report()
         return result
@@ -165,6 +166,13 @@ class Trainer:
             return self._loop(metrics, stop)
         finally:
             metrics.close()
+
+    def _report_failure(self) -> None:
+        """The way to a failure is worth reading; what hinders the page must not hide the failure itself."""
+        try:
+            self._write_report()
+        except QuaverError as error:  # before the first step there is nothing to show
+            self.observer.on_message(f"no report: {error.what}")
 
     def _write_report(self) -> None:
         if self.rank == 0:
@@ -247,6 +255,7 @@ class Trainer:
                 if progress.step == self.started_at + 1:
                     self._check_ledger()
                     self._check_gradients(result)
+                    self.proven = True
                 if every and progress.step % every == 0 and progress.step < last:
                     self._validate_when_due(metrics)
                 if progress.step < last:
@@ -254,6 +263,7 @@ class Trainer:
             self.checkpoints.at_end(progress)
             self._validate(metrics)
             self._check_ledger()
+            self.proven = True
         finally:
             self._write_ledger()
         assert self.last_validation is not None
@@ -355,7 +365,7 @@ class Trainer:
             )
 
     def _write_ledger(self) -> None:
-        ok = True
+        ok = self.proven or self.assembly.policy is None  # without low precision there is nothing to prove
         try:
             self._check_ledger()
         except LedgerError:
