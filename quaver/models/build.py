@@ -94,8 +94,9 @@ def _build(
     try:
         model: PreTrainedModel = model_class._from_config(copy.deepcopy(hf_config), **kwargs)
     except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+        reason = (str(error).splitlines() or [""])[0]  # torch may add the frames of its C++ code
         raise ConfigError(
-            f"transformers cannot build {model_class.__name__} from this: {type(error).__name__}: {error}",
+            f"transformers cannot build {model_class.__name__} from this: {type(error).__name__}: {reason}",
             where="model.config_overrides",
             remedy="correct the sizes",
         ) from error

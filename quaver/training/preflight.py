@@ -144,9 +144,10 @@ def check_memory(
     parts = {"FP32 masters": need.masters, "moments": need.moments, "codes": need.codes}
     told = ", ".join(f"{name} {_gib(share * part)}" for name, part in parts.items() if part)
     ranks = "1 rank" if local_ranks == 1 else f"{local_ranks} ranks"
+    each = "all" if shards == 1 else f"1/{shards}"
     raise CapabilityError(
         f"the model needs at least {_gib(here)} of memory on this machine, which has {_gib(there_is)}",
-        where=f"{ranks} here, each with 1/{shards} of the weights: {told}",
+        where=f"{ranks} here, each with {each} of the weights: {told}",
         remedy="a smaller model, or more machines (torchrun); `quaver plan` needs no memory",
     )
 

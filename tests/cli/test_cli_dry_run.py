@@ -152,3 +152,11 @@ def test_the_16b_model_on_a_small_machine(quaver: Run, home: Path, monkeypatch: 
         flags=("fsdp_config.dp_shard_size=null", "data.tokenizer=byte"),
     )  # fmt: skip
     assert quaver("plan", file, "fsdp_config.dp_shard_size=null").code == 0
+
+
+def test_a_size_beyond_all_integers_is_told_in_few_lines(quaver: Run, tiny: Tiny, home: Path) -> None:
+    """Not with the frames of C++ code that torch puts into its message."""
+    ended = quaver("train", tiny(**{"model.config_overrides.vocab_size": 10**19}), "--dry-run")
+    assert ended.code == 2
+    assert len(ended.err.splitlines()) == 3, ended.err
+    assert "model.config_overrides" in ended.err
