@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.micro import MODEL, RULES  # noqa: F401
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from quaver.models import from_hf_config, load_hf_config
 
-_file = Path(__file__).parents[1] / "training" / "conftest.py"
-_spec = importlib.util.spec_from_file_location("training_conftest", _file)
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
-MODEL: dict[str, Any] = _module.MODEL
-RULES: list[dict[str, Any]] = _module.RULES
 EXPERTS, INNER, HIDDEN = MODEL["n_routed_experts"], MODEL["moe_intermediate_size"], MODEL["hidden_size"]
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
 GATE = "model.layers.1.mlp.experts.{}.gate_proj.weight"
