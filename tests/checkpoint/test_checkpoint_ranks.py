@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 import two_ranks
-from small_runs import differing, next_numbers, scatter_generators, small_run, tensors, train_steps
 from helpers.micro import FORMATS, MODEL, RULES
+from small_runs import differing, next_numbers, scatter_generators, small_run, tensors, train_steps
 
 from quaver.checkpoint import CheckpointManager, load
 from quaver.distributed import init_world, shard_mesh
