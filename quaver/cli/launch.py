@@ -7,17 +7,19 @@ own error is what is shown. May import: console, errors, torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 from quaver.cli.console import err, note, printable
+from quaver.errors import QuaverError
 
 LAUNCHED = (
     "QUAVER_LAUNCHED"  # set in the processes: errors are recorded there and shown here, the first one first
@@ -35,6 +37,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
     from torch.distributed.elastic.utils.distributed import get_free_port
 
+    # what it would log of a dead rank is told below, with the rank's own error
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     port = str(get_free_port())
     logs = tempfile.mkdtemp(prefix="quaver-ranks-")
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
@@ -100,45 +104,51 @@ class _Forward:
 
 
 def _wait(context: Any, forward: _Forward) -> int:
-    while True:
-        result = context.wait(timeout=POLL_SECONDS, period=POLL_SECONDS)
-        if forward.killed:
-            note("stopped: the run's folder is incomplete")
-            return 130
-        if result is None:
-            continue
-        if not result.is_failed():
-            return 0
-        return _show_failures(context, dict(result.failures))
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(context, ended), daemon=True).start()
+    try:
+        while True:
+            result = context.wait(timeout=POLL_SECONDS, period=POLL_SECONDS)
+            if forward.killed:
+                return 130
+            if result is None:
+                continue
+            if not result.is_failed():
+                return 0
+            return _show_failure(dict(result.failures))
+    finally:
+        ended.set()
 
 
-def _show_failures(context: Any, failures: dict[int, Any]) -> int:
-    """Ends the other ranks and tells what the first one died of."""
+def _watch(context: Any, ended: threading.Event) -> None:
+    """Kills what is left a while after a rank has died: torch asks it to end, and waits half a minute for it."""
+    handlers = list(context.subprocess_handlers.values())
+    while not ended.wait(POLL_SECONDS):
+        if any(handler.proc.poll() not in (None, 0) for handler in handlers):
+            if not ended.wait(GRACE_SECONDS):
+                for handler in handlers:
+                    handler.proc.kill()  # does nothing to one that has ended
+            return
+
+
+def _show_failure(failures: dict[int, Any]) -> int:
+    """Tells what the first rank died of; one that was killed comes before those that lost it in a collective."""
     first = min(failures.values(), key=lambda f: (f.exitcode >= 0, f.timestamp))
-    end = time.monotonic() + GRACE_SECONDS
-    for pid in context.pids().values():
-        _signal(pid, signal.SIGTERM)
-    while time.monotonic() < end and any(_alive(pid) for pid in context.pids().values()):
-        time.sleep(POLL_SECONDS)
     how = f"was ended by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else "failed"
     err().print(f"rank {first.local_rank} {how}, and the run with it", markup=False)
     if first.exitcode >= 0:
-        err().file.write(printable(str(first.message)) + "\n")
+        err().file.write(printable(_told(first.message)) + "\n")
     return 2 if first.exitcode == 2 else 3
 
 
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # ended already
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return False
+def _told(message: Any) -> str:
+    """What, where and remedy of an error that is meant for users; the traceback of any other."""
+    if not isinstance(message, dict):
+        return str(message)
+    kind, _, text = str(message["message"]).partition(": ")
+    if kind in {known.__name__ for known in QuaverError.__subclasses__()}:
+        return f"error: {text}"
+    return str(message["extraInfo"]["py_callstack"])
 
 
 def record_error(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ May import: training, planning, config, errors, and this room.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -87,6 +88,8 @@ def train(
             result, observer = _train(run_config, out_dir, resume)
     if dry_run:
         write_json(document) if as_json else show(document, out())
+    elif os.environ.get("RANK", "0") != "0":
+        return  # several ranks, also torchrun's, speak with one voice
     elif as_json:
         write_json(result.to_json())
     else:

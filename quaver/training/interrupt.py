@@ -37,5 +37,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.requested:
+            return  # a launcher hands on what a terminal has sent already
         self.requested = True
         self._notify("stopping after this step (Ctrl-C again stops at once)")

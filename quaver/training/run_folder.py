@@ -124,8 +124,18 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """The resolved config, re-runnable as it is."""
-    (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    """The resolved config, re-runnable as it is; ConfigError where the folder cannot be written."""
+    path = folder / "config.yaml"
+    beside = path.with_name(path.name + ".part")
+    try:
+        beside.write_text(dump_yaml(config), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder cannot be written: {error.strerror or error}",
+            where=str(path),
+            remedy="make it writable, or name another place with --out",
+        ) from error
 
 
 def _version(name: str) -> str | None:

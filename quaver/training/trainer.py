@@ -175,7 +175,8 @@ class Trainer:
             self.observer.on_message(f"no report: {error.what}")
 
     def _write_report(self) -> None:
-        if self.rank == 0:
+        # a run that failed before its first line has nothing to report, and its own error is the one to be told
+        if self.rank == 0 and (self.folder / "metrics.jsonl").exists():
             render_report([self.folder], self.folder / REPORT)
 
     def _prepare(self) -> None:

@@ -1,0 +1,72 @@
+"""One leg of a run that stops and goes on: `quaver.training.train` itself, watched at its first step.
+
+A step of the case's `poison` gets a non-finite gradient on the last rank alone, so that all have to agree to skip it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import whole, whole_masters
+
+from quaver.assembly import Assembly
+from quaver.distributed import gather_rows, local_tensor
+from quaver.training import step as steps
+from quaver.training import train
+
+
+def leg(case: dict[str, Any]) -> dict[str, Any]:
+    """Trains from `case["start"]` steps on; returns how it ended and what its first step started from.
+
+    `first`: digests of masters and moments, and the summed nats of each micro-batch in the order of the data.
+    """
+    accumulate, token_nats = steps.accumulate, steps.token_nats
+    nats: list[float] = []
+    taken = [case["start"]]
+    first: dict[str, Any] = {}
+
+    def watched_nats(model: Any, batch: Any) -> torch.Tensor:
+        loss = token_nats(model, batch)
+        nats.append(loss.item())
+        return loss
+
+    def watched(assembly: Assembly, batches: Any) -> tuple[float, int]:
+        taken[0] += 1
+        begins = not first
+        if begins:
+            first.update(masters=digests(whole_masters(assembly)), moments=digests(moments(assembly)))
+            nats.clear()
+        loss, tokens = accumulate(assembly, batches)
+        if begins:
+            rows = gather_rows(torch.tensor(nats, dtype=torch.float64))
+            first["nats"] = [value.hex() for value in rows.t().flatten().tolist()]
+        if taken[0] in case.get("poison", ()) and dist.get_rank() == dist.get_world_size() - 1:
+            grads = (p.grad for p in assembly.model.parameters() if p.grad is not None)
+            next(g for g in map(local_tensor, grads) if g.numel()).view(-1)[0] = math.inf
+        return loss, tokens
+
+    steps.accumulate, steps.token_nats = watched, watched_nats
+    try:
+        result = train(case["document"], case["overrides"], out=case["out"], resume=case.get("resume", False))
+    finally:
+        steps.accumulate, steps.token_nats = accumulate, token_nats
+    return {"steps": result.steps, "val_loss": result.val_loss.hex(), "first": first}
+
+
+def moments(assembly: Assembly) -> dict[str, torch.Tensor]:
+    """Both moments of every parameter, whole."""
+    found = {}
+    for name, parameter in assembly.model.named_parameters():
+        for key, value in assembly.optimizer.state.get(parameter, {}).items():
+            if key != "step":
+                found[f"{key}.{name}"] = whole(parameter, local_tensor(value).contiguous())
+    return found
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """SHA-256 of each tensor's bytes."""
+    return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in tensors.items()}
