@@ -169,7 +169,11 @@ def _check_taken(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None
     for key in _POSITIVE:
         size = getattr(config, key, None)
         if isinstance(size, int) and size < 1:
-            raise ConfigError(f"{key} must be at least 1, got {size}", where=f"model.config_overrides.{key}")
+            raise ConfigError(
+                f"{key} must be at least 1, got {size}",
+                where=f"model.config_overrides.{key}",
+                remedy=f"give {key} a size of 1 or more",
+            )
 
 
 def _close(name: str, known: Iterable[str]) -> str | None:

@@ -44,7 +44,9 @@ def test_every_key_is_in_the_help(key, field):
     text = help_config()
     flat = " ".join(text.split())
     if key == "training.train_iters":
-        assert "training.steps (a whole number >= 1 and < 10^9; default 300; also written train_iters)" in flat
+        assert (
+            "training.steps (a whole number >= 1 and < 10^9; default 300; also written train_iters)" in flat
+        )
     else:
         assert re.search(rf"^  {re.escape(key)}  \(", text, re.M), key
     assert " ".join(field.description.split()) in flat
