@@ -21,10 +21,10 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup demo test lint
+.PHONY: help setup demo test test-matrix test-faults lint accuracy tiny-seeds
 
 help: ## list these commands
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 setup: $(STAMP) ## make .venv with the `quaver` command and everything that tests need
 	@:
@@ -53,6 +53,12 @@ demo: setup ## train a small mixture of experts in MXFP8 on real text, a few min
 test: setup ## run the tests
 	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS)
 
+test-matrix: setup ## every combination of the tests on several ranks: formats, sharding, resume, launcher
+	@QUAVER_MATRIX=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/ranks
+
+test-faults: setup ## kill a run at 30 random moments and go on each time, under 25 minutes on two cores
+	@QUAVER_FAULTS=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -s tests/faults
+
 lint: setup ## style, types and the import contract
 	@echo "lint: ruff"
 	@$(BIN)/ruff check .
@@ -60,3 +66,9 @@ lint: setup ## style, types and the import contract
 	@$(BIN)/mypy
 	@echo "lint: import contract"
 	@$(BIN)/lint-imports
+
+accuracy: setup ## continue one BF16 run in each format and compare the losses, about 50 minutes on two cores
+	@$(BIN)/python benchmarks/accuracy.py
+
+tiny-seeds: setup ## train configs/tiny from scratch over three seeds, about 40 minutes on two cores
+	@$(BIN)/python benchmarks/tiny_seeds.py

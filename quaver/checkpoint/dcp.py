@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from quaver.checkpoint.files import cannot_start, not_written, reason_of, write_durably
@@ -36,10 +36,28 @@ from quaver.errors import CheckpointError
 class Writer(FileSystemWriter):
     """torch's writer, one flushed file a rank; the first rank adds index.json."""
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Writes this rank's file; OSError where the system refuses, which torch hides behind its zip writer's."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            refusal = _refusal(error)
+            if refusal is None:
+                raise
+            raise OSError(refusal.errno, refusal.strerror, refusal.filename) from error
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called once, when all ranks have written."""
         super().finish(metadata, results)
         write_durably(Path(self.path) / INDEX, index_of(metadata).to_bytes())
+
+
+def _refusal(error: BaseException) -> OSError | None:
+    """The operating system's own error on the way to this one."""
+    before: BaseException | None = error
+    while before is not None and not isinstance(before, OSError):
+        before = before.__cause__ or before.__context__
+    return before
 
 
 def write_tensors(tree: dict[str, View], folder: Path, ranks: Ranks) -> None:

@@ -43,7 +43,7 @@ def make(tmp_path_factory):
         document["gradient_accumulation_steps"] = accumulation
         document["training"] |= {"steps": STEPS, "validate_every": 3}
         document["checkpoint"] = {"every": 2}
-        schedule = {"kind": "wsd", "warmup_steps": 6, "decay_ratio": 0.25}
+        schedule = {"kind": "wsd", "warmup_steps": 4, "decay_ratio": 0.5}
         document["optimizer"] = {"lr": 3e-3, "clip_norm": 0.5, "schedule": schedule}
         case = {
             "document": document,
