@@ -46,9 +46,9 @@ def one_run(kind: str, seed: int, out: Path, overrides: list[str]) -> Path:
 
 def base_run(seed: int, out: Path, steps: int) -> Path:
     """The BF16 run that the others go on from; it saves once, at its end."""
-    return one_run(
-        "base", seed, out, [f"seed={seed}", f"training.steps={steps}", f"checkpoint.every={steps}"]
-    )
+    warmup = min(30, steps // 10)  # a trial of a few steps has no room for 30
+    changes = [f"training.steps={steps}", f"checkpoint.every={steps}"]
+    return one_run("base", seed, out, [f"seed={seed}", *changes, f"optimizer.schedule.warmup_steps={warmup}"])
 
 
 def continued_run(fmt: str, seed: int, out: Path, steps: int) -> Path:
