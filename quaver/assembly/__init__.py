@@ -1,6 +1,6 @@
 """From a config to a model that trains: the build order, and eight-bit training as a library.
 
-Reading order: build.py (the list), stages.py, rules.py, library.py, legality.py. Names are handed out on first use:
+Reading order: build.py (the list), stages.py, rules.py, own_loop.py, legality.py. Names are handed out on first use:
 `quantize_modules` on a plain module needs none of what the build of a Hugging Face model imports.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quaver.assembly.build import Assembly, assemble, plan_on_meta
     from quaver.assembly.legality import ShardVerdict, judge, refuse_illegal, require_legal, shard_verdicts
-    from quaver.assembly.library import QuantizedModel, attach, quantize_modules, refresh
+    from quaver.assembly.own_loop import QuantizedModel, attach, quantize_modules, refresh
     from quaver.assembly.rules import FACTORIES, MODULE_TYPES, bind_rules
 
 _HOMES = {
@@ -24,10 +24,10 @@ _HOMES = {
     "refuse_illegal": "legality",
     "require_legal": "legality",
     "shard_verdicts": "legality",
-    "QuantizedModel": "library",
-    "attach": "library",
-    "quantize_modules": "library",
-    "refresh": "library",
+    "QuantizedModel": "own_loop",
+    "attach": "own_loop",
+    "quantize_modules": "own_loop",
+    "refresh": "own_loop",
     "FACTORIES": "rules",
     "MODULE_TYPES": "rules",
     "bind_rules": "rules",

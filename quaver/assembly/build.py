@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from quaver.assembly.legality import ShardVerdict, require_legal
-from quaver.assembly.library import attach
+from quaver.assembly.own_loop import attach
 from quaver.assembly.rules import bind_rules
 from quaver.assembly.stages import BuildOrder
 from quaver.backends import Ledger, PlannedSite, backend_for
