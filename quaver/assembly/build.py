@@ -3,7 +3,7 @@
     meta -> plan -> install -> (per unit: materialise -> quantise -> shard) -> shard_root
          -> activation_checkpoint -> optimizer
 
-No data is read, no kernel runs and no process group exists up to `install`. Unit by unit keeps peak memory at one
+Up to `install` no data is read, no kernel runs and no process group is started or needed. Unit by unit keeps peak memory at one
 unit plus the shards and draws the very numbers that Hugging Face's own initialisation draws.
 May import: all rooms below.
 """
