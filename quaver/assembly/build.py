@@ -3,8 +3,8 @@
     meta -> plan -> install -> (per unit: materialise -> quantise -> shard) -> shard_root
          -> activation_checkpoint -> optimizer
 
-Up to `install` no data is read, no kernel runs and no process group is started or needed. Unit by unit keeps peak memory at one
-unit plus the shards and draws the very numbers that Hugging Face's own initialisation draws.
+Up to `install` no data is read, no kernel runs and no process group is started or needed. Unit by unit keeps
+peak memory at one unit plus the shards and draws the very numbers that Hugging Face's own initialisation draws.
 May import: all rooms below.
 """
 

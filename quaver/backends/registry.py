@@ -1,6 +1,7 @@
 """From `low_precision.backend` to the one backend that runs; there is no "auto, else".
 
-The reference backend comes with this room; one for a device is imported only when it is chosen. May import: config, errors, the backends.
+The reference backend comes with this room; one for a device is imported only when it is chosen.
+May import: config, errors, the backends.
 """
 
 from __future__ import annotations
