@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quaver.errors import ConfigError
+from quaver.models.attention import attention_for
 from quaver.models.hf_config import load_hf_config
 from quaver.models.moe import ROUTER_BIAS
 
@@ -88,7 +89,10 @@ def _build(
             remedy=" or ".join(ATTENTION_IMPLEMENTATIONS),
         )
     model_class = _causal_lm_class(hf_config)
-    kwargs: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    kwargs: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention_for(hf_config, attn_implementation),
+    }
     if model_class._can_set_experts_implementation():
         kwargs["experts_implementation"] = EXPERTS_IMPLEMENTATION
     try:
