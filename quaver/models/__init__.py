@@ -20,6 +20,7 @@ _HOMES = {
     "iter_moe_layers": "moe",
     "RouterBias": "router_bias",
     "RouterLoad": "router_bias",
+    "summed_nats": "losses",
     "DeepseekV3LowPrecisionExperts": "deepseek_v3_experts",
     "replace_deepseek_v3_low_precision_experts": "deepseek_v3_experts",
 }

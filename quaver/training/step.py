@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quaver.assembly import Assembly
 from quaver.config import OptimizerConfig
 from quaver.data import Batch
 from quaver.distributed import gather_rows, set_gradient_sync, sum_replicated
+from quaver.models import summed_nats
 from quaver.optim import clip_, gradient_norm, learning_rate, warmup_steps_from_ratio
 
 
@@ -46,9 +46,8 @@ class StepResult:
 
 
 def token_nats(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Summed negative log likelihood in nats over the batch's labels [B, T]; logits are FP32 from here on."""
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    """Summed negative log likelihood in nats over the batch's labels [B, T], in FP32 from the logits on."""
+    return summed_nats(model(input_ids=batch.input_ids, use_cache=False).logits, batch.labels)
 
 
 def scheduled_lr(update: int, total_steps: int, options: OptimizerConfig) -> float:
