@@ -71,6 +71,12 @@ class CheckpointError(QuaverError):
     exit_code = 3
 
 
+class RunFolderError(QuaverError):
+    """A file of the run's folder that cannot be written: no room, or not writable any more."""
+
+    exit_code = 3
+
+
 class LedgerError(QuaverError):
     """The GEMMs that ran are not those that the plan promised: something went around the backend."""
 

@@ -15,6 +15,7 @@ from quaver.assembly import Assembly
 from quaver.checkpoint import CheckpointManager, Phase, TrainState, load, locate
 from quaver.config import RunConfig, dump_yaml
 from quaver.data import Loader
+from quaver.training.disk import writing
 from quaver.training.progress import Progress
 
 FOLDER, LOG = "checkpoints", "checkpoints.log"
@@ -135,7 +136,7 @@ class RunCheckpoints:
 
     def _log_phase(self, step: int, phase: Phase) -> None:
         line = json.dumps({"time": time.time(), "step": step, "phase": str(getattr(phase, "value", phase))})
-        with (self.folder / LOG).open("a") as log:
+        with writing(self.folder / LOG), (self.folder / LOG).open("a") as log:
             log.write(line + "\n")
 
 
@@ -153,5 +154,6 @@ def cut_metrics(path: Path, progress: Progress) -> None:
         if line["step"] <= limit:
             kept.append(text)
     beside = path.with_name(path.name + ".part")
-    beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    beside.replace(path)
+    with writing(path):
+        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        beside.replace(path)

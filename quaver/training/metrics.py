@@ -1,6 +1,6 @@
 """metrics.jsonl: the one source of truth of a run; TensorBoard, plots and reports are fed from its lines.
 
-May import: errors.
+May import: disk, errors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.errors import CapabilityError
+from quaver.training.disk import writing
 
 
 def encode_number(value: Any) -> Any:
@@ -22,19 +23,30 @@ def encode_number(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Appends one JSON object a line, flushed at once, so that a killed run keeps every finished step."""
+    """Appends one JSON object a line, unbuffered, so that a killed run keeps every finished step.
+
+    Raises:
+        RunFolderError: the system refused, for instance because the disk is full. What was written of the line is
+            cut off by a resume.
+    """
 
     def __init__(self, path: Path | None, tensorboard_dir: Path | None = None) -> None:
-        self._file = path.open("a", encoding="utf-8") if path is not None else None
+        self._path = path
+        self._file = None
+        if path is not None:
+            with writing(path):
+                self._file = path.open("ab", buffering=0)
         self._board = _summary_writer(tensorboard_dir) if tensorboard_dir is not None else None
 
     def write(self, line: dict[str, Any]) -> None:
         """Writes one line; numbers go to TensorBoard as well where it is on."""
-        if self._file is None:
+        if self._file is None or self._path is None:
             return
         encoded = {key: encode_number(value) for key, value in line.items()}
-        self._file.write(json.dumps(encoded, ensure_ascii=False) + "\n")
-        self._file.flush()
+        rest = memoryview((json.dumps(encoded, ensure_ascii=False) + "\n").encode())
+        with writing(self._path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
         if self._board is not None:
             for key, value in line.items():
                 if key != "step" and isinstance(value, int | float):

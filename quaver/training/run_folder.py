@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -114,13 +113,6 @@ def environment(config: RunConfig, device: torch.device, **more: Any) -> dict[st
         "command": sys.argv,
         **more,
     }
-
-
-def write_json(path: Path, document: Any) -> None:
-    """One JSON document, written beside and renamed, so that no reader sees half of it."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    beside.replace(path)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

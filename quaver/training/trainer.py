@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from quaver.distributed import (
 from quaver.errors import LedgerError, NonFiniteError, QuaverError
 from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
+from quaver.training.disk import not_written, write_json
 from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import REPORT, Observer, RunResult, RunStart, Silent
 from quaver.training.interrupt import StopRequest
@@ -42,7 +43,6 @@ from quaver.training.run_folder import (
     environment,
     find_run_folder,
     write_config,
-    write_json,
 )
 from quaver.training.step import StepResult, scheduled_lr, train_step
 
@@ -129,7 +129,7 @@ class Trainer:
             except KeyboardInterrupt:  # the second Ctrl-C: nothing more is written
                 raise KeyboardInterrupt(f"{self.folder} is incomplete") from None
             except Exception:
-                self._report_failure()
+                self._after_failure("no report", self._write_report)
                 raise
             self._write_report()
         return result
@@ -167,17 +167,22 @@ class Trainer:
         finally:
             metrics.close()
 
-    def _report_failure(self) -> None:
-        """The way to a failure is worth reading; what hinders the page must not hide the failure itself."""
+    def _after_failure(self, missing: str, write: Callable[[], None]) -> None:
+        """Writes what tells of the way to a failure; what hinders that must not hide the failure itself."""
         try:
-            self._write_report()
-        except QuaverError as error:  # before the first step there is nothing to show
-            self.observer.on_message(f"no report: {error.what}")
+            write()
+        except QuaverError as error:
+            self.observer.on_message(f"{missing}: {error.what}")
 
     def _write_report(self) -> None:
         # a run that failed before its first line has nothing to report, and its own error is the one to be told
         if self.rank == 0 and (self.folder / "metrics.jsonl").exists():
-            render_report([self.folder], self.folder / REPORT)
+            try:
+                render_report([self.folder], self.folder / REPORT)
+            except QuaverError as error:
+                if isinstance(error.__cause__, OSError):  # a full disk is no mistake in the command
+                    raise not_written(self.folder / REPORT, error.__cause__) from error
+                raise
 
     def _prepare(self) -> None:
         config = self.config
@@ -265,8 +270,11 @@ class Trainer:
             self._validate(metrics)
             self._check_ledger()
             self.proven = True
-        finally:
-            self._write_ledger()
+            self._sum_expert_tokens()
+        except Exception:
+            self._after_failure("no ledger", self._write_ledger)
+            raise
+        self._write_ledger()
         assert self.last_validation is not None
         return RunResult(
             self.folder, progress.step, self.last_validation[1].loss, interrupted=progress.step < last
@@ -364,6 +372,12 @@ class Trainer:
                 where=", ".join(result.without_gradient[:5]),
                 remedy="a forward pass went around them; freeze what is not meant to train (model.freeze)",
             )
+
+    def _sum_expert_tokens(self) -> None:
+        """An expert is idle if no rank has sent it a token."""
+        tokens = self.assembly.ledger.expert_tokens
+        for fqn in sorted(tokens):
+            tokens[fqn] = [int(n) for n in gather_rows(torch.tensor(tokens[fqn])).sum(0)]
 
     def _write_ledger(self) -> None:
         ok = self.proven or self.assembly.policy is None  # without low precision there is nothing to prove

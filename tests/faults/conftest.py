@@ -9,3 +9,4 @@ _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 corpus = _module.corpus
 micro = _module.micro
+read_metrics = _module.read_metrics

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.micro import micro_document
 from helpers.saved import checkpoint_of, differing, metric_lines, saved_tensors
 
-from quaver.errors import CheckpointError, ConfigError
+from quaver.errors import CheckpointError, ConfigError, RunFolderError
 from quaver.training import Silent, train
 
 STEPS = 6
@@ -30,8 +31,6 @@ class Told(Silent):
 @pytest.fixture(scope="module")
 def micro_run(corpus, tmp_path_factory):
     """micro_run(out, *overrides, resume=...) -> what the run said."""
-    from helpers.micro import micro_document
-
     cache = str(tmp_path_factory.mktemp("cache"))
 
     def run(out: Path, *overrides: str, resume: bool = False) -> list[str]:
@@ -202,3 +201,33 @@ def test_a_read_only_run_folder_is_told_before_anything_is_trained(micro_run, ru
     disk("remount,rw")
     micro_run(run, resume=True)
     check_ends_equal(run, runs[0])
+
+
+class Filler(Silent):
+    """Takes all room that is left on a disk, once the first step is done."""
+
+    def __init__(self, disk: Path) -> None:
+        self.file = disk / "filler"
+
+    def on_step(self, step: int, *_) -> None:
+        if step == 1:
+            with pytest.raises(OSError, match="No space left"), self.file.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1024))
+
+
+def test_metrics_on_a_full_disk_end_the_run_by_name(corpus, tmp_path, disk, read_metrics) -> None:
+    """Lines go on into the page that is there already, then the disk is full; what was written stays readable."""
+    folder = disk("size=1m")
+    document = micro_document("bf16", str(corpus), str(tmp_path / "cache"))
+    filler = Filler(folder)
+    with pytest.raises(RunFolderError, match="No space left on device") as raised:
+        train(document, ["training.steps=60"], out=folder / "run", observer=filler)
+    assert raised.value.exit_code == 3
+    assert str(folder / "run" / "metrics.jsonl") in str(raised.value)
+    whole = (folder / "run" / "metrics.jsonl").read_text().splitlines()[:-1]
+    assert 10 < len(whole) < 60
+    filler.file.unlink()
+    train(document, ["training.steps=60"], out=folder / "run", resume=True)  # nothing was saved: it starts anew
+    lines = read_metrics(folder / "run")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 61))

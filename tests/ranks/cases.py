@@ -33,6 +33,8 @@ from quaver.training.step import accumulate, scheduled_lr, token_nats, trainable
 
 def config_of(case: dict[str, Any]) -> Any:
     """The micro run of a case: format, recompute, accumulation, and any other overrides."""
+    if "file" in case:  # a whole config instead of the micro one
+        return load_config(case["file"], case["overrides"])
     model = {**MODEL, **case.get("model", {})}
     document = {
         "name": "ranks",

@@ -2,33 +2,12 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
+from helpers.real_widths import CONFIGS, REDUCED
 
 from quaver.config import load_config
 from quaver.training import train
-
-CONFIGS = Path(__file__).parents[2] / "configs" / "dsv3-16b"
-REDUCED = [
-    "model.spec=null",
-    "model.config_overrides.num_hidden_layers=2",
-    "model.config_overrides.n_routed_experts=8",
-    "model.config_overrides.vocab_size=512",
-    "data.tokenizer=byte",
-    "data.seq_len=64",
-    "fsdp_config.dp_shard_size=1",
-    "gradient_accumulation_steps=1",
-    "gradient_checkpointing.activation_checkpoint=off",
-    "training.micro_batch_size=1",
-    "training.steps=3",
-    "training.validate_every=0",
-    "training.validation_batches=1",
-    "training.sample_tokens=0",
-    "training.num_threads=2",
-    "optimizer.lr=1e-4",
-    "optimizer.schedule={kind: constant}",
-]
 
 
 @pytest.mark.slow
