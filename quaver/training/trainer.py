@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quaver.assembly import Assembly, assemble
+from quaver.backends import Ledger
 from quaver.config import Override, RunConfig, load_config
 from quaver.data import Loader, PreparedData, prepare_data, validation_batches
 from quaver.distributed import (
@@ -82,6 +83,13 @@ def resolve(
 ) -> RunConfig:
     """A parsed config with its overrides applied."""
     return load_config(path_or_config, overrides)
+
+
+def sum_expert_tokens(ledger: Ledger) -> None:
+    """Makes the expert counts those of all ranks: an expert is idle if no rank has sent it a token."""
+    for fqn in sorted(ledger.expert_tokens):
+        counts = gather_rows(torch.tensor(ledger.expert_tokens[fqn])).sum(0)
+        ledger.expert_tokens[fqn] = [int(count) for count in counts]
 
 
 class Trainer:
@@ -270,7 +278,7 @@ class Trainer:
             self._validate(metrics)
             self._check_ledger()
             self.proven = True
-            self._sum_expert_tokens()
+            sum_expert_tokens(self.assembly.ledger)
         except Exception:
             self._after_failure("no ledger", self._write_ledger)
             raise
@@ -372,12 +380,6 @@ class Trainer:
                 where=", ".join(result.without_gradient[:5]),
                 remedy="a forward pass went around them; freeze what is not meant to train (model.freeze)",
             )
-
-    def _sum_expert_tokens(self) -> None:
-        """An expert is idle if no rank has sent it a token."""
-        tokens = self.assembly.ledger.expert_tokens
-        for fqn in sorted(tokens):
-            tokens[fqn] = [int(n) for n in gather_rows(torch.tensor(tokens[fqn])).sum(0)]
 
     def _write_ledger(self) -> None:
         ok = self.proven or self.assembly.policy is None  # without low precision there is nothing to prove

@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quaver.assembly import Assembly, plan_on_meta
+from quaver.backends import Ledger
 from quaver.distributed import local_tensor, shard_mesh
 from quaver.distributed.fsdp import fsdp_modules
 from quaver.low_precision import MasterWeight
+from quaver.training.trainer import sum_expert_tokens
 
 
 def prefetch_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +111,16 @@ def build_memory_case(case: dict[str, Any]) -> dict[str, Any]:
         plain = local.master if isinstance(local, MasterWeight) else local
         shards += plain.numel() * 4
     return {"peak": live.peak, "shards": shards, "largest": max(units), "all": sum(units)}
+
+
+def idle_case(case: dict[str, Any]) -> list[str]:
+    """Experts that no rank has sent a token, where each rank has sent some to one of the first experts."""
+    ledger = Ledger()
+    counts = [0] * case["experts"]
+    counts[dist.get_rank()] = 5
+    ledger.note_expert_tokens("experts", counts)
+    sum_expert_tokens(ledger)
+    return ledger.idle_experts()
 
 
 def gather_memory_case(case: dict[str, Any]) -> dict[str, Any]:

@@ -68,3 +68,8 @@ def test_gathered_memory_falls_back_after_each_block(case) -> None:
             assert found["after"] == sorted(found["after"]), run
             assert found["after"][-1] > found["after"][0] > 0, run
         assert found["end"] == 0, run
+
+
+@pytest.mark.slow
+def test_an_expert_is_idle_if_no_rank_has_sent_it_a_token() -> None:
+    assert run_ranks("build_cases", "idle_case", [{"experts": 4}], ranks=2) == [["experts[2]", "experts[3]"]]
