@@ -128,6 +128,11 @@ class LibraryTokenizer:
         self.eos_id = self._find_eos(eos)
         self.digest = hashlib.sha256(f"{self.eos_id}\n{definition}".encode()).hexdigest()
 
+    @property
+    def eos_token(self) -> str:
+        """The text of the token that ends a document."""
+        return str(self._library.id_to_token(self.eos_id))
+
     def _find_eos(self, eos: str | None) -> int:
         for token in (eos,) if eos is not None else _KNOWN_EOS:
             found = self._library.token_to_id(token)

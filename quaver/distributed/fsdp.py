@@ -5,7 +5,8 @@ Touched, and why (torch 2.13):
   torch passes neither the parameter's FQN nor the group's reshard policy to the gather extension.
 - `FSDPParam.all_gather_outputs.clear()`: torch freezes number and sizes of the gather's buffers at the first
   gather, but a shard sends other fields in backward than in forward.
-- `FSDPParam._sharded_local_tensor`, `FSDPParamGroup._reshard_after_forward`, `FSDPState._lazy_init()`.
+- `FSDPParam._sharded_local_tensor`, `FSDPParamGroup._reshard_after_forward` and `._use_post_forward_mesh`,
+  `FSDPState._lazy_init()`.
 - `_training_state` of both and `FSDPState._is_root`: a pass that raised leaves them inside it.
 - `torch._C._current_graph_task_id()`: the phase is not passed in. The id is right for pre-backward, backward
   prefetch and recompute; the group's training state is wrong under recompute.
@@ -174,8 +175,8 @@ def is_sharded(model: nn.Module) -> bool:
 def bind(model: nn.Module) -> list[str]:
     """Binds every shard with a gather extension to its FSDP parameter; returns the FQNs bound.
 
-    Call after the last `fully_shard`; calling it again is harmless. Raises PlanError for a shard on another
-    dimension than 0, which extensions cannot gather.
+    Call after the last `fully_shard`; calling it again is harmless. Raises PlanError for what extensions cannot
+    gather: a shard on another dimension than 0, or one that is resharded to fewer ranks after the forward pass.
     """
     check_torch()
     names = {id(p): name for name, p in model.named_parameters()}
@@ -197,6 +198,12 @@ def bind(model: nn.Module) -> list[str]:
                 f"sharded on dimension {fsdp_param.fsdp_placement.dim}; quantised weights are sharded on dimension 0",
                 where=fqn,
                 remedy="leave out shard_placement_fn for this parameter",
+            )
+        if group._use_post_forward_mesh:
+            raise PlanError(
+                "reshard_after_forward is a number of ranks: quantised weights reshard to all of them or not at all",
+                where=fqn,
+                remedy="call fully_shard with reshard_after_forward=True or False",
             )
         if local.fsdp_binding is None or local.fsdp_binding._param() is not fsdp_param:
             local.fsdp_binding = FSDPBinding(fsdp_param, group, fqn)

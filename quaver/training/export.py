@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 
 from quaver.assembly import assemble
@@ -18,7 +17,7 @@ from quaver.checkpoint.hf_tokenizer import (
     library_tokenizer_definition,
 )
 from quaver.config import load_config
-from quaver.data import ByteTokenizer, LibraryTokenizer, prepare_data
+from quaver.data import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from quaver.distributed import init_world, local_tensor, shard_mesh
 
 
@@ -44,7 +43,7 @@ def export_run(
     config = load_config(
         run / "config.yaml", ["low_precision={enabled: false}", "fsdp_config={}", "gradient_checkpointing={}"]
     )
-    data = prepare_data(config.data, seed=config.seed)
+    tokenizer = _tokenizer(run, config.data.tokenizer)
     init_world()
     assembly = assemble(config, shard_mesh(None), torch.device("cpu"))
     state = TrainState(
@@ -53,7 +52,7 @@ def export_run(
         progress={},
         recipe=None,
         config_digest="",
-        tokenizer_digest=data.tokenizer.digest,
+        tokenizer_digest=tokenizer.digest,
     )
     load(found.path, state, optimizer=False, rng=False, loader=False, verified=True)
     tensors = {name: local_tensor(t) for name, t in assembly.model.state_dict().items()}
@@ -61,17 +60,23 @@ def export_run(
     return export_hf(
         tensors.items(),
         assembly.hf_config,
-        _definition(data.tokenizer),
+        _definition(tokenizer),
         out,
         dtype=getattr(torch, dtype),
         experts=experts,
     )
 
 
+def _tokenizer(run: Path, chosen: str) -> Tokenizer:
+    """The tokeniser that the run kept in its folder; its digest is held against the checkpoint's when that loads."""
+    return ByteTokenizer() if chosen == ByteTokenizer.name else load_tokenizer(str(run / "tokenizer.json"))
+
+
 def _definition(tokenizer: Any) -> TokenizerDefinition | None:
     if isinstance(tokenizer, ByteTokenizer):
         return byte_tokenizer_definition()
     if isinstance(tokenizer, LibraryTokenizer):
-        eos = tokenizers.Tokenizer.from_str(tokenizer.definition).id_to_token(tokenizer.eos_id)
-        return library_tokenizer_definition(tokenizer.definition, name=tokenizer.name, eos_token=eos)
+        return library_tokenizer_definition(
+            tokenizer.definition, name=tokenizer.name, eos_token=tokenizer.eos_token
+        )
     return None

@@ -1,4 +1,4 @@
-"""A run's folder: where it lies, what it holds, and what the machine was. May import: config, errors."""
+"""A run's folder: where it lies, what it holds, and what the machine was. May import: config, data, disk, errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from quaver.config import RunConfig, dump_yaml
+from quaver.data import LibraryTokenizer, Tokenizer
 from quaver.errors import ConfigError
+from quaver.training.disk import write_json, writing
 
 RUNS = Path("runs")
 _PACKAGES = ("quaver", "torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic")
@@ -128,6 +130,19 @@ def write_config(folder: Path, config: RunConfig) -> None:
             where=str(path),
             remedy="make it writable, or name another place with --out",
         ) from error
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """tokenizer.json and tokenizer_config.json as Hugging Face names them; the byte tokeniser needs neither.
+
+    Raises:
+        RunFolderError: the system refused.
+    """
+    if not isinstance(tokenizer, LibraryTokenizer):
+        return
+    with writing(folder / "tokenizer.json"):
+        (folder / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", {"eos_token": tokenizer.eos_token})
 
 
 def _version(name: str) -> str | None:

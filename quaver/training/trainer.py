@@ -44,6 +44,7 @@ from quaver.training.run_folder import (
     environment,
     find_run_folder,
     write_config,
+    write_tokenizer,
 )
 from quaver.training.step import StepResult, scheduled_lr, train_step
 
@@ -223,6 +224,7 @@ class Trainer:
         self.sites = self.assembly.sites()
         parameters = sum(p.numel() for p in self.assembly.model.parameters())
         if self.rank == 0:
+            write_tokenizer(self.folder, self.data.tokenizer)
             write_json(self.folder / "replacement.json", self.assembly.replacements())
             write_json(
                 self.folder / "environment.json",

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import config_of, outcome, train_case
+from helpers.micro import FORMATS
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import quaver
 from quaver.assembly import Assembly, plan_on_meta
 from quaver.backends import Ledger
 from quaver.distributed import local_tensor, shard_mesh
 from quaver.distributed.fsdp import fsdp_modules
+from quaver.errors import PlanError
 from quaver.low_precision import MasterWeight
 from quaver.training.trainer import sum_expert_tokens
 
@@ -111,6 +115,20 @@ def build_memory_case(case: dict[str, Any]) -> dict[str, Any]:
         plain = local.master if isinstance(local, MasterWeight) else local
         shards += plain.numel() * 4
     return {"peak": live.peak, "shards": shards, "largest": max(units), "all": sum(units)}
+
+
+def integer_reshard_case(case: dict[str, Any]) -> str:
+    """What a user's own fully_shard with reshard_after_forward=2 on four ranks is told."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False))
+    rule = quaver.ReplacementRule("0", torch.nn.Linear, "low_precision_linear")
+    quaver.quantize_modules(model, quaver.LowPrecisionConfig(**FORMATS[case["format"]]), plan=[rule])
+    fully_shard(model, reshard_after_forward=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        quaver.attach(optimizer, model)
+    except PlanError as error:
+        return str(error)
+    return "attached"
 
 
 def idle_case(case: dict[str, Any]) -> list[str]:

@@ -73,3 +73,10 @@ def test_gathered_memory_falls_back_after_each_block(case) -> None:
 @pytest.mark.slow
 def test_an_expert_is_idle_if_no_rank_has_sent_it_a_token() -> None:
     assert run_ranks("build_cases", "idle_case", [{"experts": 4}], ranks=2) == [["experts[2]", "experts[3]"]]
+
+
+@MATRIX
+def test_resharding_to_some_of_the_ranks_is_refused_by_name() -> None:
+    told = run_ranks("build_cases", "integer_reshard_case", [{"format": "mxfp8"}], ranks=4)[0]
+    assert "reshard_after_forward is a number of ranks" in told
+    assert "0.weight" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -174,6 +175,28 @@ def test_init_from_takes_the_masters_of_an_exported_folder(
     assert differing(ended, first.masters) == []
     assert differing(first.codes, first.anew) == []
     assert (fmt == "bf16") == (not first.codes)
+
+
+def test_export_needs_neither_the_corpus_nor_the_cache(micro, tmp_path) -> None:
+    """The run keeps its trained tokeniser; what goes out is that, to the byte."""
+    cache = tmp_path / "cache"
+    changes = ("data.tokenizer=bpe", "data.bpe_vocab_size=260", f"data.cache_dir={cache}")
+    train(micro("bf16", *changes, "checkpoint.every=1", "training.steps=1"), out=tmp_path / "run")
+    shutil.rmtree(cache)
+    cache.write_text("")  # no folder can be made here any more
+    export_run(tmp_path / "run", tmp_path / "out", dtype="bfloat16", experts="fused", on_message=print)
+    kept = (tmp_path / "run" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == kept
+    assert b'"merges"' in kept
+
+
+def test_export_refuses_a_tokenizer_that_the_run_was_not_trained_with(micro, tmp_path) -> None:
+    changes = ("data.tokenizer=bpe", "data.bpe_vocab_size=260")
+    train(micro("bf16", *changes, "checkpoint.every=1", "training.steps=1"), out=tmp_path / "run")
+    file = tmp_path / "run" / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(CheckpointError, match=r"tokeni[sz]er"):
+        export_run(tmp_path / "run", tmp_path / "out", dtype="bfloat16", experts="fused", on_message=print)
 
 
 def test_progress_survives_json_to_the_bit() -> None:
