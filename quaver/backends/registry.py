@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 def backend_for(config: LowPrecisionConfig, ledger: Ledger) -> Backend:
     """The chosen backend, checked for the recipe; CapabilityError where this build or machine lacks it."""
+    if config.backend == "npu":
+        from quaver.backends.npu import NPUBackend
+
+        npu = NPUBackend(ledger)
+        npu.check_capability(config)
+        return npu
     if config.backend != "reference":
         raise CapabilityError(
             f"not supported: backend {config.backend!r} is not part of this release",
