@@ -21,6 +21,7 @@ from quaver.data.sources import Source, find_sources
 from quaver.distributed import check_shard_size, launched_world_size
 from quaver.errors import CapabilityError, ConfigError
 from quaver.low_precision import low_precision_modules
+from quaver.training.memory import available_memory
 from quaver.training.metrics import require_tensorboard
 from quaver.training.run_folder import why_not_writable
 from quaver.training.step import scheduled_lr
@@ -119,13 +120,8 @@ def state_bytes(model: nn.Module, form: str | None) -> StateBytes:
     )
 
 
-def physical_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def check_memory(
-    assembly: Assembly, shards: int, local_ranks: int, memory: Callable[[], int] = physical_memory
+    assembly: Assembly, shards: int, local_ranks: int, memory: Callable[[], int] = available_memory
 ) -> None:
     """CapabilityError where not even masters, moments and codes fit: before a folder is made or memory taken.
 
@@ -133,7 +129,7 @@ def check_memory(
         assembly: planned, on meta.
         shards: ranks that share one copy.
         local_ranks: ranks of this machine.
-        memory: what the machine has, in bytes.
+        memory: what may be used here, in bytes.
     """
     low = assembly.config.low_precision
     need = state_bytes(assembly.model, low.format if low.enabled else None)
@@ -146,7 +142,7 @@ def check_memory(
     ranks = "1 rank" if local_ranks == 1 else f"{local_ranks} ranks"
     each = "all" if shards == 1 else f"1/{shards}"
     raise CapabilityError(
-        f"the model needs at least {_gib(here)} of memory on this machine, which has {_gib(there_is)}",
+        f"the model needs at least {_gib(here)} of memory on this machine, which has {_gib(there_is)} for it",
         where=f"{ranks} here, each with {each} of the weights: {told}",
         remedy="a smaller model, or more machines (torchrun); `quaver plan` needs no memory",
     )
