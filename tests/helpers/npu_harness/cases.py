@@ -1,7 +1,4 @@
-"""What a rank does to hold the npu backend against the reference: the same short training twice.
-
-Assembly is handed a backend that stands before the harness, in place of the one that this machine would get.
-"""
+"""What a rank does to hold the npu backend against the reference: the same short training twice."""
 
 from __future__ import annotations
 
@@ -15,24 +12,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "ranks"))
 
 @contextmanager
 def before_the_harness():
-    """While it lasts, `low_precision.backend: npu` means the adapter on the harness; its gate is asked as ever."""
+    """While it lasts, this machine's NPU is the harness; the gate is asked as ever."""
     from helpers import npu_harness
-    from quaver.assembly import build
+    from quaver.backends.npu import backend
 
-    kept = build.backend_for
-
-    def chosen(config: Any, ledger: Any) -> Any:
-        if config.backend != "npu":
-            return kept(config, ledger)
-        backend = npu_harness.backend(ledger)
-        backend.check_capability(config)
-        return backend
-
-    build.backend_for = chosen
+    kept = backend.probe
+    npu_harness.install()
+    backend.probe = npu_harness.facts
     try:
         yield
     finally:
-        build.backend_for = kept
+        backend.probe = kept
 
 
 def both_backends(case: dict[str, Any]) -> dict[str, Any]:

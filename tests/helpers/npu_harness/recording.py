@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,20 @@ class Call:
         return (self.op, *((tuple(v.shape), v.dtype, v.stride()) if isinstance(v, torch.Tensor) else v for v in leaves))
 
 
+class Spy:
+    """Stands where a caller finds an operator; torch itself looks the operator's overloads up through it."""
+
+    def __init__(self, operator: Any, called: Callable[..., Any]) -> None:
+        self._operator, self._called = operator, called
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the spy was made for; it gets the operator first."""
+        return self._called(self._operator, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operator, name)
+
+
 class Recorder:
     """While it lasts, keeps each kind of call once, as the caller spelled it; `spoil` raises in place of an operator.
 
@@ -57,7 +72,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for name in OPERATORS:
             self._kept[name] = getattr(torch.ops.npu, name)
-            setattr(torch.ops.npu, name, functools.partial(self._called, name, self._kept[name]))
+            setattr(torch.ops.npu, name, Spy(self._kept[name], functools.partial(self._called, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
