@@ -11,6 +11,7 @@ May import: all rooms below.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ from quaver.assembly.legality import ShardVerdict, require_legal
 from quaver.assembly.own_loop import attach
 from quaver.assembly.rules import bind_rules
 from quaver.assembly.stages import BuildOrder
-from quaver.backends import Ledger, PlannedSite, backend_for
+from quaver.backends import Ledger, PlannedSite
 from quaver.checkpoint.hf_import import HFSource, ImportReport
 from quaver.checkpoint.hf_load import check_source, load_unit
 from quaver.config import RunConfig
 from quaver.distributed import PARAMS_BF16, PARAMS_FP32, shard_module
 from quaver.errors import ConfigError, PlanError
 from quaver.low_precision import (
+    FormatExtension,
     LowPrecisionPolicy,
+    build_policy,
     low_precision_modules,
     planned_sites,
-    policy_for,
     quantize_weights,
 )
 from quaver.models import (
@@ -60,7 +62,13 @@ class Assembly:
     router_bias: RouterBias
     attached: RemovableHandle | None
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        formats: Sequence[FormatExtension] = (),
+        *,
+        check_capability: bool = True,
+    ) -> None:
         if config.model is None:
             raise ConfigError("the config has no model", where="model", remedy="add a model block")
         self.config, self.model_config = config, config.model
@@ -69,7 +77,9 @@ class Assembly:
         self.policy: LowPrecisionPolicy | None = None
         if config.low_precision.enabled:
             # the capability gate comes before anything is built
-            self.policy = policy_for(config.low_precision, backend_for(config.low_precision, self.ledger))
+            self.policy = build_policy(
+                config.low_precision, self.ledger, formats, check_capability=check_capability
+            )
         self.plan, self.attached = None, None
         self.frozen: dict[str, list[str]] = {}
         self.replicated_fqns: set[str] = set()  # verdict: cannot be sharded, fallback_to_unsharded
@@ -222,24 +232,35 @@ class Assembly:
         return self.plan.as_json() if self.plan is not None else []
 
 
-def plan_on_meta(config: RunConfig) -> Assembly:
-    """The part of the build that allocates nothing: structure, plan and checked replacements."""
-    assembly = Assembly(config)
+def plan_on_meta(
+    config: RunConfig, formats: Sequence[FormatExtension] = (), *, check_capability: bool = True
+) -> Assembly:
+    """The part of the build that allocates nothing: structure, plan and checked replacements.
+
+    Args:
+        config: the run's config.
+        formats: formats beside the built-in ones that the config may name.
+        check_capability: False for a plan of a run on another machine.
+    """
+    assembly = Assembly(config, formats, check_capability=check_capability)
     assembly.build_meta()
     assembly.compile_plan()
     assembly.install()
     return assembly
 
 
-def assemble(config: RunConfig, mesh: DeviceMesh, device: torch.device) -> Assembly:
+def assemble(
+    config: RunConfig, mesh: DeviceMesh, device: torch.device, formats: Sequence[FormatExtension] = ()
+) -> Assembly:
     """The whole build, in its order; the same seed gives the same masters in every format.
 
     Args:
         config: the run's config.
         mesh: data-parallel mesh.
         device: where the units are materialised.
+        formats: formats beside the built-in ones that the config may name.
     """
-    assembly = plan_on_meta(config)
+    assembly = plan_on_meta(config, formats)
     assembly.verdicts(mesh.size(mesh.ndim - 1))
     torch.manual_seed(config.seed)
     for fqn in assembly.units:

@@ -9,7 +9,7 @@ May import: backends, config, distributed, low_precision, surgery, rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from quaver.assembly.rules import bind_rules
-from quaver.backends import Ledger, backend_for
+from quaver.backends import Ledger
 from quaver.config import LowPrecisionConfig, ReplacementRule
 from quaver.distributed import is_sharded
 from quaver.errors import PlanError
-from quaver.low_precision import policy_for, quantised_weights, quantize_weights, refresh, refresh_stale
+from quaver.low_precision import (
+    FormatExtension,
+    build_policy,
+    quantised_weights,
+    quantize_weights,
+    refresh,
+    refresh_stale,
+)
 from quaver.surgery import build_replacements, compile_plan, install
 
 __all__ = ["QuantizedModel", "attach", "quantize_modules", "refresh"]
@@ -53,6 +60,7 @@ def quantize_modules(
     config: LowPrecisionConfig,
     *,
     plan: Iterable[ReplacementRule] | ReplacementRule,
+    formats: Sequence[FormatExtension] = (),
 ) -> QuantizedModel:
     """Replaces the planned modules of a materialised FP32 model in place, and quantises their weights.
 
@@ -60,6 +68,7 @@ def quantize_modules(
         model: any nn.Module whose planned weights are FP32.
         config: with `enabled=True`.
         plan: replacement rules; each pattern must hit.
+        formats: formats beside the built-in ones that the config may name.
 
     Raises:
         PlanError: a plan that does not fit, a planned weight that is not FP32 (there would be no master), or a
@@ -73,7 +82,7 @@ def quantize_modules(
             remedy="pass enabled=True, or do not call this",
         )
     ledger = Ledger(recipe=config.recipe_id)
-    policy = policy_for(config, backend_for(config, ledger))
+    policy = build_policy(config, ledger, formats)
     rules = [plan] if isinstance(plan, ReplacementRule) else list(plan)
     if not rules:
         raise PlanError("the plan has no rule", where="plan", remedy="name at least one module pattern")

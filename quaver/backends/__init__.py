@@ -4,6 +4,7 @@ Reading order: contract.py, ledger.py, codecs.py, reference.py. May import: torc
 errors.
 """
 
+from quaver.backends.codecs import BUILTIN_CODECS, Codec
 from quaver.backends.contract import (
     CONTRACTED,
     GEMMS,
@@ -22,9 +23,11 @@ from quaver.backends.reference import ReferenceBackend
 from quaver.backends.registry import backend_for
 
 __all__ = [
+    "BUILTIN_CODECS",
     "CONTRACTED",
     "GEMMS",
     "Backend",
+    "Codec",
     "Gemm",
     "GemmSite",
     "Layout",

@@ -6,8 +6,10 @@ May import: config, errors, the backends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from quaver.backends.codecs import BUILTIN_CODECS, Codec
 from quaver.backends.contract import Backend
 from quaver.backends.ledger import Ledger
 from quaver.errors import CapabilityError
@@ -16,13 +18,27 @@ if TYPE_CHECKING:
     from quaver.config import LowPrecisionConfig
 
 
-def backend_for(config: LowPrecisionConfig, ledger: Ledger) -> Backend:
-    """The chosen backend, checked for the recipe; CapabilityError where this build or machine lacks it."""
+def backend_for(
+    config: LowPrecisionConfig,
+    ledger: Ledger,
+    *,
+    codecs: Mapping[str, Codec] | None = None,
+    check: bool = True,
+) -> Backend:
+    """The chosen backend, checked for the recipe; CapabilityError where this build or machine lacks it.
+
+    Args:
+        config: names the backend and the recipe.
+        ledger: where the backend records its GEMMs.
+        codecs: of formats beside the built-in ones, for the reference backend.
+        check: False where nothing will be computed, as in a plan.
+    """
     if config.backend == "npu":
         from quaver.backends.npu import NPUBackend
 
         npu = NPUBackend(ledger)
-        npu.check_capability(config)
+        if check:
+            npu.check_capability(config)
         return npu
     if config.backend != "reference":
         raise CapabilityError(
@@ -32,6 +48,7 @@ def backend_for(config: LowPrecisionConfig, ledger: Ledger) -> Backend:
         )
     from quaver.backends.reference import ReferenceBackend
 
-    backend = ReferenceBackend(ledger)
-    backend.check_capability(config)
+    backend = ReferenceBackend(ledger, {**BUILTIN_CODECS, **(codecs or {})})
+    if check:
+        backend.check_capability(config)
     return backend

@@ -10,7 +10,7 @@ from quaver.config.data import DataConfig, SourceConfig
 from quaver.config.dump import dump_yaml
 from quaver.config.help import help_config
 from quaver.config.loader import load_config, parse_config
-from quaver.config.low_precision import LowPrecisionConfig, ReplacementRule
+from quaver.config.low_precision import FormatName, LowPrecisionConfig, ReplacementRule, low_precision_class
 from quaver.config.model import ModelConfig
 from quaver.config.overrides import Override
 from quaver.config.schema import FSDPConfig, GradientCheckpointingConfig, ParallelConfig, RunConfig
@@ -25,6 +25,8 @@ __all__ = [
     "help_config",
     "ModelConfig",
     "LowPrecisionConfig",
+    "FormatName",
+    "low_precision_class",
     "ReplacementRule",
     "FSDPConfig",
     "ParallelConfig",

@@ -10,19 +10,24 @@ from typing import Any
 from quaver.config.describe import value_in_words
 from quaver.config.document import MAX_BYTES, Document, parse_yaml
 from quaver.config.dump import to_data
+from quaver.config.low_precision import FormatName
 from quaver.config.overrides import apply_overrides
-from quaver.config.schema import RunConfig
+from quaver.config.schema import RunConfig, run_config_class
 from quaver.errors import ConfigError
 
 
 def load_config(
-    config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, overrides: str | Sequence[str] = ()
+    config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig,
+    overrides: str | Sequence[str] = (),
+    *,
+    formats: Sequence[FormatName] = (),
 ) -> RunConfig:
     """Loads and checks a run's config.
 
     Args:
         config: path of a YAML file, a mapping with the same keys, or a RunConfig.
         overrides: `key.path=value` texts, laid on in order (the last one wins); or one text alone.
+        formats: formats beside the built-in ones that `low_precision` may name.
 
     Raises:
         ConfigError: a file that cannot be read, or anything in it that does not fit; all problems together,
@@ -31,15 +36,23 @@ def load_config(
     if isinstance(config, RunConfig):
         if not overrides:
             return config
-        return _checked(Document(to_data(config, classes=True), "config"), overrides)
+        formats = formats or config.low_precision.more_formats
+        return _checked(Document(to_data(config, classes=True), "config"), overrides, formats)
     if isinstance(config, Mapping):
-        return _checked(Document(to_data(dict(config), classes=True), "config"), overrides)
+        return _checked(Document(to_data(dict(config), classes=True), "config"), overrides, formats)
     if isinstance(config, str | os.PathLike):
-        return parse_config(_read(Path(config)), source=os.fspath(config), overrides=overrides)
+        text, source = _read(Path(config)), os.fspath(config)
+        return parse_config(text, source=source, overrides=overrides, formats=formats)
     raise ConfigError(f"a config is a path, a mapping or a RunConfig, got {value_in_words(config)}")
 
 
-def parse_config(text: str, *, source: str = "config", overrides: str | Sequence[str] = ()) -> RunConfig:
+def parse_config(
+    text: str,
+    *,
+    source: str = "config",
+    overrides: str | Sequence[str] = (),
+    formats: Sequence[FormatName] = (),
+) -> RunConfig:
     """As `load_config`, from YAML text; `source` names it in messages."""
     document = parse_yaml(text, source)
     if document.data is None:
@@ -49,12 +62,15 @@ def parse_config(text: str, *, source: str = "config", overrides: str | Sequence
             f"{source}:1: a config is a mapping of keys, got {value_in_words(document.data)}",
             remedy="write `key: value` lines",
         )
-    return _checked(document, overrides)
+    return _checked(document, overrides, formats)
 
 
-def _checked(document: Document, overrides: str | Sequence[str]) -> RunConfig:
-    document = apply_overrides(document, overrides, RunConfig)
-    return RunConfig.from_data(document.data, place=document.place, source=document.source)
+def _checked(
+    document: Document, overrides: str | Sequence[str], formats: Sequence[FormatName]
+) -> RunConfig:
+    schema = run_config_class(formats)
+    document = apply_overrides(document, overrides, schema)
+    return schema.from_data(document.data, place=document.place, source=document.source)
 
 
 def _read(path: Path) -> str:

@@ -1,31 +1,58 @@
 """How the chosen modules compute (`low_precision`) and which modules they are (`plan_overrides`).
 
 The two are kept apart: a format is chosen without touching the list of modules, and the list is the same for
-every format. Strings only; the classes and factories behind the names are bound in `assembly`.
+every format. Strings only; the classes and factories behind the names are bound in `assembly`. Formats beside the
+built-in ones come as an argument (`FormatName`), never by registering themselves.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidatorFunctionWrapHandler, model_validator
 
 from quaver.config.base import Many, Section, Text, supported
 from quaver.config.names import LEGAL_PAIRS, MODULE_TYPES, REPLACEMENTS, canonical, spellings
 from quaver.config.problems import did_you_mean, problem
+from quaver.errors import ConfigError
 
 Format = Literal["mxfp8_e4m3", "hif8"]
 Scaling = Literal["mx_block", "current"]
 ScaleRule = Literal["floor", "rceil"]
 Backend = Literal["reference", "npu", "cuda"]
 
-_PAIRS = "legal pairs: " + ", ".join(f"{fmt} + {scaling}" for fmt, scaling in LEGAL_PAIRS)
+
+
+@dataclass(frozen=True)
+class FormatName:
+    """A format beside the built-in ones, as a config knows it.
+
+    Args:
+        format: value of `low_precision.format`.
+        scaling: the one value of `low_precision.scaling` that goes with it.
+        recipe_id: name and version of its numeric recipe.
+    """
+
+    format: str
+    scaling: str
+    recipe_id: str
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    return "legal pairs: " + ", ".join(f"{fmt} + {scaling}" for fmt, scaling in pairs)
+
+
+_PAIRS = _pairs(LEGAL_PAIRS)
 
 
 class LowPrecisionConfig(Section):
     """How the GEMMs of the replaced modules compute; says nothing of which modules."""
 
     null_is_absent = frozenset({"scale_rule"})
+    legal_pairs: ClassVar[tuple[tuple[str, str], ...]] = LEGAL_PAIRS
+    more_formats: ClassVar[tuple[FormatName, ...]] = ()
 
     enabled: bool = Field(False, description="Compute the modules of plan_overrides in eight bits.")
     format: Annotated[Format, supported("format", "mxfp8_e4m3", "hif8", instead=_PAIRS)] = Field(
@@ -45,30 +72,70 @@ class LowPrecisionConfig(Section):
 
     @model_validator(mode="after")
     def _check_pair(self) -> LowPrecisionConfig:
-        if (self.format, self.scaling) not in LEGAL_PAIRS:
+        if (self.format, self.scaling) not in self.legal_pairs:
             raise problem(
                 f"format {self.format!r} does not go with scaling {self.scaling!r}",
-                remedy=_PAIRS,
+                remedy=_pairs(self.legal_pairs),
                 key="scaling" if "scaling" in self.model_fields_set else "format",
             )
-        if self.format == "hif8" and "scale_rule" in self.model_fields_set:
+        if self.format != "mxfp8_e4m3" and "scale_rule" in self.model_fields_set:
             raise problem(
-                "scale_rule belongs to MXFP8 and means nothing beside format 'hif8'",
+                f"scale_rule belongs to MXFP8 and means nothing beside format {self.format!r}",
                 remedy="remove scale_rule (or set it to null)",
                 key="scale_rule",
             )
         return self
 
     def unused_fields(self) -> frozenset[str]:
-        """`scale_rule` beside hif8, where giving it is an error."""
-        return frozenset({"scale_rule"}) if self.format == "hif8" else frozenset()
+        """`scale_rule` beside other formats than MXFP8, where giving it is an error."""
+        return frozenset({"scale_rule"}) if self.format != "mxfp8_e4m3" else frozenset()
 
     @property
     def recipe_id(self) -> str:
         """Name and version of the numeric recipe: a changed constant is a new version, not a new meaning."""
         if self.format == "hif8":
             return "hif8/current@1"
+        for more in self.more_formats:
+            if more.format == self.format:
+                return more.recipe_id
         return f"mxfp8_e4m3/mx_block/{self.scale_rule}@1"
+
+
+def low_precision_class(formats: Sequence[FormatName]) -> type[LowPrecisionConfig]:
+    """`LowPrecisionConfig` that knows more formats, with the checks and messages of the built-in ones.
+
+    Raises:
+        ConfigError: a format or recipe id that is there already.
+    """
+    if not formats:
+        return LowPrecisionConfig
+    known, recipes = {fmt for fmt, _ in LEGAL_PAIRS}, set[str]()
+    for more in formats:
+        if more.format in known or more.recipe_id in recipes:
+            raise ConfigError(
+                f"the format {more.format!r} with recipe {more.recipe_id!r} is there already",
+                where="formats",
+                remedy="give it another name",
+            )
+        known.add(more.format)
+        recipes.add(more.recipe_id)
+    pairs = (*LEGAL_PAIRS, *((more.format, more.scaling) for more in formats))
+    names, scalings = [fmt for fmt, _ in pairs], list(dict.fromkeys(scaling for _, scaling in pairs))
+    fields = LowPrecisionConfig.model_fields
+
+    class Extended(LowPrecisionConfig):
+        legal_pairs = pairs
+        more_formats = tuple(formats)
+        format: Annotated[  # type: ignore[assignment]
+            str, supported("format", *names, instead=_pairs(pairs))
+        ] = Field("mxfp8_e4m3", description=fields["format"].description)
+        scaling: Annotated[str, supported("scaling", *scalings, instead=_pairs(pairs))] = Field(
+            "mx_block", description=fields["scaling"].description
+        )
+
+    Extended.__name__ = LowPrecisionConfig.__name__
+    Extended.__doc__ = LowPrecisionConfig.__doc__
+    return Extended
 
 
 def _as_patterns(value: Any) -> Any:

@@ -7,13 +7,14 @@ error messages are all told from them. A config holds plain data only, and no to
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from quaver.config.base import MANY, Many, Section, only, supported
 from quaver.config.data import DataConfig
-from quaver.config.low_precision import LowPrecisionConfig, ReplacementRule
+from quaver.config.low_precision import FormatName, LowPrecisionConfig, ReplacementRule, low_precision_class
 from quaver.config.model import ModelConfig
 from quaver.config.problems import not_supported, problem
 from quaver.config.training import CheckpointConfig, OptimizerConfig, TrainingConfig
@@ -117,3 +118,19 @@ class RunConfig(Section):
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimiser and schedule.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and loading.")
+
+
+def run_config_class(formats: Sequence[FormatName]) -> type[RunConfig]:
+    """`RunConfig` whose `low_precision` knows more formats; see `low_precision_class`."""
+    if not formats:
+        return RunConfig
+    section = low_precision_class(formats)
+
+    class Extended(RunConfig):
+        low_precision: section = Field(  # type: ignore[valid-type]
+            default_factory=section, description=RunConfig.model_fields["low_precision"].description
+        )
+
+    Extended.__name__ = RunConfig.__name__
+    Extended.__doc__ = RunConfig.__doc__
+    return Extended

@@ -4,6 +4,7 @@ Reading order: recipe.py, quantized.py, master.py (master_ops.py), dense.py, gro
 """
 
 from quaver.low_precision.dense import low_precision_linear
+from quaver.low_precision.extension import FormatExtension, build_policy
 from quaver.low_precision.grouped import low_precision_grouped_swiglu
 from quaver.low_precision.master import MasterWeight, WeightState
 from quaver.low_precision.modules import (
@@ -17,6 +18,7 @@ from quaver.low_precision.quantized import (
     WEIGHT_CLASSES,
     HiF8Tensor,
     MXFP8Tensor,
+    PerTensorWeight,
     QuantizedWeightTensor,
     WeightSpec,
 )
@@ -41,6 +43,7 @@ from quaver.low_precision.refresh import (
 __all__ = [
     "RECIPES",
     "WEIGHT_CLASSES",
+    "FormatExtension",
     "HiF8Tensor",
     "LowPrecisionLinear",
     "LowPrecisionModule",
@@ -48,12 +51,14 @@ __all__ = [
     "LowPrecisionRecipe",
     "MXFP8Tensor",
     "MasterWeight",
+    "PerTensorWeight",
     "QuantizedWeightTensor",
     "Quantizer",
     "RecipeSpec",
     "WeightSpec",
     "WeightState",
     "as_compute_dtype",
+    "build_policy",
     "low_precision_grouped_matmul",
     "low_precision_grouped_swiglu",
     "low_precision_linear",

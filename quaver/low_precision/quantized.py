@@ -52,6 +52,7 @@ class QuantizedWeightTensor(torch.Tensor):
     """
 
     FIELDS: ClassVar[tuple[str, ...]] = ()
+    BYTES: ClassVar[float]  # an element of the weight, scales of blocks included
 
     physical: Physical
     spec: WeightSpec
@@ -194,6 +195,7 @@ class MXFP8Tensor(QuantizedWeightTensor):
     """
 
     FIELDS = ("row_data", "row_scale", "col_data", "col_scale")
+    BYTES = 2 * (1 + 1 / mxfp8.BLOCK)
 
     @classmethod
     def quantize_master(cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None) -> Physical:
@@ -254,10 +256,11 @@ class MXFP8Tensor(QuantizedWeightTensor):
         return QuantizedOperand(data, scale, torch.bfloat16, spec.recipe.format, orientation)
 
 
-class HiF8Tensor(QuantizedWeightTensor):
+class PerTensorWeight(QuantizedWeightTensor):
     """One set of codes and one FP32 scale: `data` and `scale` ([1] dense, [E] grouped), both directions' storage."""
 
     FIELDS = ("data", "scale")
+    BYTES = 1.0
 
     @classmethod
     def quantize_master(cls, master: torch.Tensor, spec: WeightSpec, shard: Shard | None = None) -> Physical:
@@ -299,6 +302,10 @@ class HiF8Tensor(QuantizedWeightTensor):
                 data.transpose(-1, -2), scale, torch.bfloat16, spec.recipe.format, orientation
             )
         return QuantizedOperand(data, scale[0], torch.bfloat16, spec.recipe.format, orientation)
+
+
+class HiF8Tensor(PerTensorWeight):
+    """HiF8 codes under one FP32 scale."""
 
 
 def check_master(master: torch.Tensor, fqn: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,7 +20,7 @@ from quaver.data.prepare import cache_root
 from quaver.data.sources import Source, find_sources
 from quaver.distributed import check_shard_size, launched_world_size
 from quaver.errors import CapabilityError, ConfigError
-from quaver.low_precision import low_precision_modules
+from quaver.low_precision import FormatExtension, low_precision_modules
 from quaver.training.memory import available_memory
 from quaver.training.metrics import require_tensorboard
 from quaver.training.run_folder import why_not_writable
@@ -29,22 +29,27 @@ from quaver.training.step import scheduled_lr
 SMALL_CORPUS = 4 << 20  # bytes: a corpus up to this size is prepared by a dry run as the run would do it
 READ_AT_MOST = 64 << 20  # bytes of the small files of a larger corpus that a dry run reads
 MASTER, MOMENTS = 4, 8  # bytes a parameter: FP32, and two FP32 moments where it trains
-CODES = {"mxfp8_e4m3": 2 * (1 + 1 / 32), "hif8": 1.0}  # bytes an element of a quantised weight
 
 
-def dry_run(config: RunConfig, ranks: int | None = None, local_ranks: int | None = None) -> Assembly:
+def dry_run(
+    config: RunConfig,
+    ranks: int | None = None,
+    local_ranks: int | None = None,
+    formats: Sequence[FormatExtension] = (),
+) -> Assembly:
     """Everything that can be known without training: names, spec, plan, shards, data sources and sizes.
 
     Args:
         config: the run's config.
         ranks: of the run; None: `fsdp_config.dp_shard_size`, else those that a launcher started.
         local_ranks: how many of them share this machine's memory; None leaves memory unchecked.
+        formats: formats beside the built-in ones that the config may name.
 
     Raises:
         ConfigError, PlanError, CapabilityError: what the run itself would end with.
     """
     check_threads(config.training.num_threads)
-    assembly = plan_on_meta(config)
+    assembly = plan_on_meta(config, formats)
     world = ranks if ranks is not None else (config.fsdp_config.dp_shard_size or launched_world_size())
     shards = check_shard_size(config.fsdp_config.dp_shard_size, world)
     assembly.verdicts(shards)
@@ -101,22 +106,22 @@ class StateBytes:
         return self.masters + self.moments + self.codes
 
 
-def state_bytes(model: nn.Module, form: str | None) -> StateBytes:
+def state_bytes(model: nn.Module, codes: float | None) -> StateBytes:
     """FP32 masters, their moments and the codes of quantised weights; gradients and activations come on top.
 
     Args:
         model: with its replacements installed; the meta device is fine.
-        form: format of the quantised weights; None with low precision off.
+        codes: bytes an element of the quantised weights; None with low precision off.
     """
     parameters = list(model.parameters())
     elements = 0
-    if form is not None:
+    if codes is not None:
         held = (m._parameters[name] for _, m in low_precision_modules(model) for name in m.WEIGHTS)
         elements = sum({id(p): p.numel() for p in held if p is not None}.values())
     return StateBytes(
         masters=MASTER * sum(p.numel() for p in parameters),
         moments=MOMENTS * sum(p.numel() for p in parameters if p.requires_grad),
-        codes=round(elements * CODES[form]) if form is not None else 0,
+        codes=round(elements * codes) if codes is not None else 0,
     )
 
 
@@ -131,8 +136,8 @@ def check_memory(
         local_ranks: ranks of this machine.
         memory: what may be used here, in bytes.
     """
-    low = assembly.config.low_precision
-    need = state_bytes(assembly.model, low.format if low.enabled else None)
+    codes = assembly.policy.recipe.weight_class.BYTES if assembly.policy is not None else None
+    need = state_bytes(assembly.model, codes)
     here, there_is = need.total * local_ranks // shards, memory()
     if here <= there_is:
         return

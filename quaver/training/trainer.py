@@ -29,6 +29,7 @@ from quaver.distributed import (
     world_size,
 )
 from quaver.errors import LedgerError, NonFiniteError, QuaverError
+from quaver.low_precision import FormatExtension
 from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
 from quaver.training.disk import not_written, write_json
@@ -57,6 +58,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     observer: Observer | None = None,
+    formats: Sequence[FormatExtension] = (),
 ) -> RunResult:
     """Trains one run to its end.
 
@@ -67,6 +69,7 @@ def train(
         out: a folder that must not exist yet (unless `resume`), instead of runs/<name>.
         resume: go on from the newest whole checkpoint of `out`, else of the newest runs/<name>*.
         observer: what is told while the run goes on.
+        formats: formats beside the built-in ones that the config may name.
 
     Raises:
         ConfigError, PlanError, CapabilityError: before anything is trained.
@@ -76,14 +79,17 @@ def train(
     overrides = [overrides] if isinstance(overrides, str) else [*overrides]
     if name is not None:
         overrides.append(Override(f"name={json.dumps(name)}", place="the argument name"))
-    return Trainer(resolve(path_or_config, overrides), observer or Silent()).run(out, resume=resume)
+    config = resolve(path_or_config, overrides, formats)
+    return Trainer(config, observer or Silent(), formats).run(out, resume=resume)
 
 
 def resolve(
-    path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any], overrides: str | Sequence[str] = ()
+    path_or_config: str | os.PathLike[str] | RunConfig | dict[str, Any],
+    overrides: str | Sequence[str] = (),
+    formats: Sequence[FormatExtension] = (),
 ) -> RunConfig:
     """A parsed config with its overrides applied."""
-    return load_config(path_or_config, overrides)
+    return load_config(path_or_config, overrides, formats=[more.name for more in formats])
 
 
 def sum_expert_tokens(ledger: Ledger) -> None:
@@ -101,8 +107,11 @@ class Trainer:
     loader: Loader
     folder: Path
 
-    def __init__(self, config: RunConfig, observer: Observer) -> None:
+    def __init__(
+        self, config: RunConfig, observer: Observer, formats: Sequence[FormatExtension] = ()
+    ) -> None:
         self.config = config
+        self.formats = formats
         self.observer = observer
         self.device = torch.device("cpu")
         self.rank, self.ranks = 0, 1
@@ -195,7 +204,7 @@ class Trainer:
 
     def _prepare(self) -> None:
         config = self.config
-        planned = dry_run(config, self.ranks, local_ranks())
+        planned = dry_run(config, self.ranks, local_ranks(), self.formats)
         if config.training.num_threads is not None:
             torch.set_num_threads(config.training.num_threads)
         self.data = prepare_data(
@@ -220,7 +229,7 @@ class Trainer:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.observer.on_stage("building the model", 0, None)
         mesh = shard_mesh(config.fsdp_config.dp_shard_size, self.device.type)
-        self.assembly = assemble(config, mesh, self.device)
+        self.assembly = assemble(config, mesh, self.device, self.formats)
         self.sites = self.assembly.sites()
         parameters = sum(p.numel() for p in self.assembly.model.parameters())
         if self.rank == 0:
