@@ -95,6 +95,11 @@ class CheckpointManager:
                 self._pending = self._executor.submit(self._finish_later, writing, partial, run)
         return final
 
+    @property
+    def in_flight(self) -> bool:
+        """True from the start of an asynchronous save until a `poll` or `wait` has found it complete."""
+        return self._pending is not None
+
     def poll(self) -> None:
         """Once a step: raises the error of an asynchronous save that has ended; does not wait for one that has not."""
         if self._pending is None:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from quaver.cli.bench import bench
 from quaver.cli.console import note, show_error, show_warnings
 from quaver.cli.doctor import doctor
 from quaver.cli.export import export
@@ -90,7 +91,7 @@ def _paragraphs(verb: Callable[..., Any]) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(verb) or "")
 
 
-for _verb in (train, plan, report, export, doctor):
+for _verb in (train, plan, report, export, bench, doctor):
     app.command(help=_paragraphs(_verb))(_verb)
 
 

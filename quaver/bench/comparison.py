@@ -1,0 +1,129 @@
+"""What a figure of the speed table is: a name, who is held against whom, and the floor that must be met.
+
+May import: timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quaver.bench.sizes import Sizes
+from quaver.bench.timing import Contestant, spread, take_turns
+
+OnRound = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure: time of `ours` over time of `other`, so that below 1 is faster.
+
+    Args:
+        name: as `--only` matches it.
+        ours, other: names of contestants of its group.
+        target: the largest ratio that is accepted; None where none is set.
+        what: one line for a reader.
+    """
+
+    name: str
+    ours: str
+    other: str
+    target: float | None
+    what: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """A figure: median, smallest and largest ratio over the pairs."""
+
+    name: str
+    what: str
+    ratio: float
+    target: float | None
+    pairs: int
+    min: float
+    max: float
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None where there is none."""
+        return None if self.target is None else self.ratio <= self.target
+
+    def to_json(self) -> dict[str, Any]:
+        """As `quaver bench --json` writes it."""
+        return {
+            "name": self.name,
+            "ratio": self.ratio,
+            "target": self.target,
+            "pairs": self.pairs,
+            "min": self.min,
+            "max": self.max,
+            "met": self.met,
+            "what": self.what,
+        }
+
+
+class Rounds(Protocol):
+    """Runs the contestants that are needed for some rounds: seconds per unit of each, round by round."""
+
+    def __call__(
+        self, sizes: Sizes, needed: frozenset[str], pairs: int, on_round: OnRound
+    ) -> list[dict[str, float]]:
+        """Every needed contestant has a time in every round."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Comparisons that share contestants, and so their turns.
+
+    Args:
+        name: shown while it runs.
+        comparisons: its figures.
+        rounds: runs the contestants.
+        peers: packages that a contestant needs: contestant -> package.
+    """
+
+    name: str
+    comparisons: tuple[Comparison, ...]
+    rounds: Rounds
+    peers: Mapping[str, str] = field(default_factory=dict)
+
+    def needed(self) -> frozenset[str]:
+        """The contestants that its comparisons speak of."""
+        return frozenset(name for c in self.comparisons for name in (c.ours, c.other))
+
+    def run(self, sizes: Sizes, pairs: int, on_round: OnRound) -> list[Result]:
+        """All its figures, in order."""
+        times = self.rounds(sizes, self.needed(), pairs, on_round)
+        return [_result(comparison, times) for comparison in self.comparisons]
+
+
+Opened = AbstractContextManager[Mapping[str, Contestant]]
+
+
+def turns(open_contestants: Callable[[Sizes, frozenset[str]], Opened]) -> Rounds:
+    """Rounds of contestants that are plain functions, built once and let go of after the last turn."""
+
+    def rounds(sizes: Sizes, needed: frozenset[str], pairs: int, on_round: OnRound) -> list[dict[str, float]]:
+        with open_contestants(sizes, needed) as contestants:
+            return take_turns(
+                {name: contestants[name] for name in contestants if name in needed}, pairs, on_round=on_round
+            )
+
+    return rounds
+
+
+def _result(comparison: Comparison, times: list[dict[str, float]]) -> Result:
+    ratios = [one[comparison.ours] / one[comparison.other] for one in times]
+    found = spread(ratios)
+    return Result(
+        comparison.name,
+        comparison.what,
+        found.median,
+        comparison.target,
+        len(ratios),
+        found.low,
+        found.high,
+    )

@@ -1,0 +1,86 @@
+"""Turns: who is compared runs turn by turn, in an order that reverses each round, and only ratios are read.
+
+A machine that grows slower or faster meanwhile does so for both; what one round loses to another program shows in
+the spread and not in the median. May import: nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# What takes a turn: runs once and returns nothing, or how many units of work it did (steps, say).
+Contestant = Callable[[], int | None]
+Clock = Callable[[], float]
+
+SHORTEST = 0.05  # seconds: a turn repeats its contestant until about this long, so that the clock's grain is nothing
+MOST_REPEATS = 1000
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of the ratios of all rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(ratios: list[float]) -> Spread:
+    """Of at least one ratio."""
+    return Spread(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def take_turns(
+    contestants: Mapping[str, Contestant],
+    rounds: int,
+    *,
+    clock: Clock = time.perf_counter,
+    on_round: Callable[[int], None] | None = None,
+    shortest: float = SHORTEST,
+) -> list[dict[str, float]]:
+    """Seconds per unit of each contestant in each round; odd rounds go backwards.
+
+    Args:
+        contestants: name -> what runs. Each runs once before the first round, and short ones until warm.
+        rounds: how many pairs a ratio will have.
+        clock: seconds.
+        on_round: told the number of rounds that are done.
+        shortest: seconds that a turn lasts at least; shorter contestants are repeated.
+    """
+    repeats = {name: _warm(contestant, clock, shortest) for name, contestant in contestants.items()}
+    names, taken = list(contestants), []
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection belongs to no turn
+    try:
+        for number in range(rounds):
+            order = names if number % 2 == 0 else names[::-1]
+            taken.append({name: _turn(contestants[name], repeats[name], clock) for name in order})
+            gc.collect()
+            if on_round is not None:
+                on_round(number + 1)
+    finally:
+        if collecting:
+            gc.enable()
+    return taken
+
+
+def _warm(contestant: Contestant, clock: Clock, shortest: float) -> int:
+    """Runs it until it is warm; how often it has to run for one turn."""
+    contestant()
+    start = clock()
+    contestant()
+    once = clock() - start
+    return 1 if once >= shortest else min(MOST_REPEATS, int(shortest / max(once, 1e-9)) + 1)
+
+
+def _turn(contestant: Contestant, repeats: int, clock: Clock) -> float:
+    start, units = clock(), 0
+    for _ in range(repeats):
+        done = contestant()
+        units += 1 if done is None else done
+    return (clock() - start) / units

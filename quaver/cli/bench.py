@@ -1,0 +1,107 @@
+"""`quaver bench`. May import: bench and this room; numbers and targets are in the bench room."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from quaver.cli.console import err, new_table, note, out, stdout_kept_clean, write_json
+from quaver.cli.options import JSON
+
+if TYPE_CHECKING:
+    from quaver.bench import BenchReport, Result
+
+MARKS = {True: ("met", "green"), False: ("missed", "red"), None: ("", "dim")}
+
+
+def bench(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only figures whose name matches, as a glob: 'step.*'. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Rounds of each figure; its ratio is the median over them.")
+    ] = 7,
+    as_json: JSON = False,
+) -> None:
+    """Measure the speed table: ratios of things that run turn by turn in this process.
+
+    A ratio is our time over the other's: below 1 is faster. Each is the median over all pairs, with the smallest
+    and the largest beside it, and the target is the largest that is accepted. A missed target is marked and
+    leaves the exit code 0: a busy machine misses more than a quiet one, and the load is part of the output.
+
+    All of it takes about ten minutes on two cores. Peers (torchao) have to be installed; otherwise choose other
+    figures.
+
+    Example: quaver bench --only 'linear.*' --only quantise.mxfp8.both
+    """
+    with stdout_kept_clean(as_json):
+        from quaver.bench import run_bench
+
+        with _progress() as on_progress:
+            report = run_bench(only or (), pairs=pairs, on_progress=on_progress)
+    if as_json:
+        write_json(report.to_json())
+    else:
+        _show(report)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """One bar a group on a terminal, one line a group elsewhere; both on stderr."""
+    if not err().is_terminal:
+        seen: set[str] = set()
+
+        def line(group: str, done: int, total: int) -> None:
+            if group not in seen:
+                seen.add(group)
+                note(f"measuring {group}, {total} pairs")
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn())
+    with Progress(*columns, console=err()) as bars:
+        tasks: dict[str, Any] = {}
+
+        def bar(group: str, done: int, total: int) -> None:
+            if group not in tasks:
+                tasks[group] = bars.add_task(group, total=total)
+            bars.update(tasks[group], completed=done)
+
+        yield bar
+
+
+def _show(report: BenchReport) -> None:
+    machine = report.machine
+    busy = f"load {machine['load_average_before']} before, {machine['load_average_after']} after"
+    out().print(
+        Text(f"{machine['cpu']} · {machine['threads']} threads · torch {machine['torch']} · {busy}", style="dim")
+    )
+    out().print(Text("features: " + (", ".join(machine["cpu_features"]) or "none known"), style="dim"))
+    table = new_table("name", "ratio", "target", "", "min to max", "pairs", "what over what")
+    for result in report.results:
+        word, style = MARKS[result.met]
+        table.add_row(
+            result.name,
+            Text(f"{result.ratio:.3f}", style="bold"),
+            "" if result.target is None else f"{result.target:g}",
+            Text(word, style=style),
+            f"{result.min:.3f} to {result.max:.3f}",
+            str(result.pairs),
+            Text(result.what, style="dim"),
+        )
+    out().print(table)
+    missed: list[Result] = [result for result in report.results if result.met is False]
+    if missed:
+        sys.stdout.flush()
+        note(f"{len(missed)} of {len(report.results)} figures miss their target")
