@@ -8,7 +8,7 @@ May import: torch, errors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -97,6 +97,8 @@ class QuantizedOperand:
         logical_dtype: dtype of the tensor that was quantised, or BF16 for weights.
         format: format name, as in `ScalingSpec.format`.
         orientation: "row": blocks run along the last axis of `data`, "col": along the axis before.
+        values: None, or what `data` decodes to in BF16 (without a scale that has no axis), where the quantiser has
+            made it in the same pass and it loses nothing; the GEMM then need not decode.
     """
 
     data: torch.Tensor
@@ -104,6 +106,7 @@ class QuantizedOperand:
     logical_dtype: torch.dtype
     format: str
     orientation: Orientation
+    values: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.orientation not in ("row", "col"):
@@ -122,7 +125,7 @@ class QuantizedOperand:
         """The same storage under another orientation; only for formats whose scale has no axis."""
         if self.scale.dtype is not torch.float32:
             raise OperandError(f"{self.format} scales have an axis; quantise again for {orientation!r}")
-        return QuantizedOperand(self.data, self.scale, self.logical_dtype, self.format, orientation)
+        return replace(self, orientation=orientation)
 
 
 class Backend(Protocol):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quaver.backends.codecs import BUILTIN_CODECS, BlockCodec, Codec, Factors
+from quaver.backends.codecs import BUILTIN_CODECS, BlockCodec, Codec, Coded, Factors, KernelCodec, Sides
 from quaver.backends.contract import (
     GemmSite,
     Layout,
@@ -70,7 +70,14 @@ class ReferenceBackend:
         amax: torch.Tensor | None = None,
     ) -> QuantizedOperand:
         """One orientation of a tensor; see `Backend.quantize`."""
-        codes, scale = self.codec(spec.format).quantize(tensor, spec, orientation, group_list, amax)
+        codec = self.codec(spec.format)
+        if isinstance(codec, KernelCodec):
+            row, col = values_wanted(role, tensor.dtype)
+            sides = Sides(row, None) if orientation == "row" else Sides(None, col)
+            for coded in codec.code_sides(tensor, spec, sides, group_list, amax) or ():
+                if coded is not None:
+                    return _operand(coded, tensor, spec, orientation)
+        codes, scale = codec.quantize(tensor, spec, orientation, group_list, amax)
         return QuantizedOperand(codes, scale, tensor.dtype, spec.format, orientation)
 
     def quantize_dual(
@@ -84,6 +91,10 @@ class ReferenceBackend:
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
         """(row, col) of one tensor; formats without an axis are quantised once and share storage."""
         codec = self.codec(spec.format)
+        if isinstance(codec, KernelCodec):
+            both = codec.code_sides(tensor, spec, values_wanted(role, tensor.dtype), group_list, amax)
+            if both is not None and both[0] is not None and both[1] is not None:
+                return _operand(both[0], tensor, spec, "row"), _operand(both[1], tensor, spec, "col")
         codes, scale = codec.quantize(tensor, spec, "row", group_list, amax)
         row = QuantizedOperand(codes, scale, tensor.dtype, spec.format, "row")
         if codec.axis_free:
@@ -183,6 +194,25 @@ class ReferenceBackend:
                 out[expert] = multiply(a.values[start:end].t(), b.values[start:end], alpha, output_dtype)
             start = end
         return out
+
+
+def values_wanted(role: QuantizationRole, dtype: torch.dtype) -> Sides:
+    """Whose BF16 values the coming GEMMs will multiply, so that they are made while the tensor is being read.
+
+    A gradient enters dgrad by row and wgrad by col; an input enters fprop by row, while its col side is kept in
+    eight bits until the backward pass. Weights are decoded once they are multiplied, FP32 factors never need BF16.
+    """
+    if dtype is not torch.bfloat16:
+        return Sides(False, False)
+    return Sides(
+        role in (QuantizationRole.INPUT_FWD, QuantizationRole.GRAD_OUTPUT), role is QuantizationRole.GRAD_OUTPUT
+    )
+
+
+def _operand(
+    coded: Coded, tensor: torch.Tensor, spec: ScalingSpec, orientation: Orientation
+) -> QuantizedOperand:
+    return QuantizedOperand(coded.codes, coded.scale, tensor.dtype, spec.format, orientation, coded.values)
 
 
 def _check_scales(codec: Codec, operand: QuantizedOperand, ends: list[int] | None, site: GemmSite) -> None:

@@ -51,6 +51,8 @@ def _rows(document: dict[str, Any]) -> list[Row]:
         ("avx512_bf16", "yes" if cpu["avx512_bf16"] else "no", None, "speed of BF16 GEMMs, never a number")
     )
     rows.append(("c++ compiler", compiler["path"] or "none", None, compiler["needed_for"]))
+    kernels = document["kernels"]
+    rows.append(("cpu kernels", kernels["path"], kernels["path"] == "native", kernels["reason"]))
     for backend in document["backends"]:
         rows += _backend_rows(backend)
     corpus, cache = document["default_corpus"], document["cache"]

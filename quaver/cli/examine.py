@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from quaver.backends import Ledger, backend_for
+from quaver.backends import Ledger, backend_for, native
 from quaver.config import DataConfig, LowPrecisionConfig
 from quaver.data.prepare import cache_root
 from quaver.data.sources import DEFAULT_CORPUS, find_sources
@@ -41,6 +41,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "cpu": _cpu(),
         "compiler": _compiler(),
+        "kernels": native.trial().to_json(),
         "backends": [_backend(name) for name in BACKENDS],
         "default_corpus": _default_corpus(),
         "cache": _cache(),
@@ -98,9 +99,10 @@ def _cpu_model() -> str | None:
 
 
 def _compiler() -> dict[str, Any]:
-    candidates = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    path = next((found for name in candidates if name and (found := shutil.which(name))), None)
-    return {"path": path, "needed_for": "nothing in this release: all kernels are torch's own"}
+    return {
+        "path": native.find_compiler(),
+        "needed_for": "the CPU kernels; without one the same numbers come slower",
+    }
 
 
 def _backend(name: Literal["reference", "npu", "cuda"]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quaver.backends import native
 from quaver.config import RunConfig, dump_yaml
 from quaver.data import LibraryTokenizer, Tokenizer
 from quaver.errors import ConfigError
@@ -111,6 +112,7 @@ def environment(config: RunConfig, device: torch.device, **more: Any) -> dict[st
         "threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels": native.status().to_json() if config.low_precision.enabled else None,
         "platform": platform.platform(),
         "command": sys.argv,
         **more,

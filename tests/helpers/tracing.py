@@ -13,7 +13,7 @@ from quaver.backends import GemmSite, Ledger
 aten = torch.ops.aten
 GEMM_OPS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.linear, aten.matmul,
-    aten._grouped_mm, aten.convolution,
+    aten._grouped_mm, aten.convolution, torch.ops.mkldnn._linear_pointwise,
 }  # fmt: skip
 
 

@@ -1,0 +1,112 @@
+"""What the reference backend asks of a format: one codec a format, as data in a mapping.
+
+A codec turns a tensor into (codes, scale) and back into *exact GEMM factors*: values that the GEMM multiplies
+without any loss before its accumulation, and the factors (`alpha`) that belong behind it. A new format is one
+more codec handed to `ReferenceBackend(codecs=...)`. May import: torch, contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from quaver.backends.contract import Orientation, QuantizedOperand, ScalingSpec
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One operand as the GEMM multiplies it.
+
+    Args:
+        values: BF16 where that is exact and safe, else FP32; the operand's own shape.
+        alpha: None, or the FP32 scale(s) to apply behind the accumulation: 0-d, or [E].
+    """
+
+    values: torch.Tensor
+    alpha: torch.Tensor | None
+
+
+class Codec(Protocol):
+    """Quantise and decode one format."""
+
+    axis_free: bool  # one scale without an axis: both orientations share storage
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        spec: ScalingSpec,
+        orientation: Orientation,
+        group_list: torch.Tensor | None,
+        amax: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scale) of a tensor; see `Backend.quantize`."""
+
+    def misfit(self, operand: QuantizedOperand, ends: list[int] | None) -> str | None:
+        """Why an operand's scale does not belong to its codes, in one sentence; None where it does.
+
+        `ends`: of a token axis that is contracted group by group.
+        """
+
+    def factors(
+        self, operand: QuantizedOperand, dtype: torch.dtype, group_list: torch.Tensor | None = None
+    ) -> Factors:
+        """Exact GEMM factors; `dtype` BF16 is a wish that an operand may refuse by answering FP32."""
+
+
+@runtime_checkable
+class BlockCodec(Protocol):
+    """What a codec with blocks along the rows offers besides, for weights whose shards cut blocks."""
+
+    def column_scales(self, tensor: torch.Tensor, spec: ScalingSpec, row0: int) -> torch.Tensor:
+        """Scale bytes of the touched blocks."""
+
+    def quantize_columns(
+        self, tensor: torch.Tensor, scales: torch.Tensor, spec: ScalingSpec, row0: int
+    ) -> torch.Tensor:
+        """Codes under given scale bytes."""
+
+
+class Sides(NamedTuple):
+    """What is wanted of each direction: nothing (None), codes alone (False), or their BF16 values too (True)."""
+
+    row: bool | None
+    col: bool | None
+
+
+class Coded(NamedTuple):
+    """One direction of a tensor: codes, scale, and the codes' BF16 values where wanted and lossless."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    values: torch.Tensor | None
+
+
+@runtime_checkable
+class KernelCodec(Protocol):
+    """What a codec offers besides that has kernels: both directions in one read, and values in the same pass."""
+
+    def code_sides(
+        self,
+        tensor: torch.Tensor,
+        spec: ScalingSpec,
+        sides: Sides,
+        group_list: torch.Tensor | None,
+        amax: torch.Tensor | None,
+    ) -> tuple[Coded | None, Coded | None] | None:
+        """(row, col) as wanted, bit-equal to `Codec.quantize`; None where no kernel takes this tensor."""
+
+
+def scale_misfit(
+    operand: QuantizedOperand, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]
+) -> str | None:
+    """Why a scale of this dtype and shape does not belong to the operand; None where it does."""
+    found, scale = tuple(operand.scale.shape), operand.scale
+    if scale.dtype is dtype and found in [tuple(shape) for shape in shapes]:
+        return None
+    return (
+        f"the {operand.orientation} scale of {tuple(operand.shape)} codes is {scale.dtype} {found},"
+        f" {operand.format} wants {dtype} {' or '.join(str(tuple(shape)) for shape in shapes)}"
+    )

@@ -1,0 +1,143 @@
+// HiF8: amax, codes of x / scale, and codes back to BF16.
+//
+// FP32 input takes integer arithmetic on the quotient's bits. BF16 input of some size takes a table over all 65,536
+// bit patterns, built by that arithmetic at the tensor's scale and so equal to it.
+#include <vector>
+
+#include "bits.h"
+
+namespace quaver {
+
+constexpr int64_t CHUNK = 4096;           // elements of one piece of work
+constexpr int64_t TABLE_FROM = 1 << 17;   // elements from which a table repays its building
+
+// Nearest, ties away from zero; the size of the exponent eats mantissa bits. Finite overflow saturates at 2^15.
+static INLINE uint32_t encode_word(uint32_t word) {
+  const uint32_t magnitude = word & 0x7fffffffu;
+  const int32_t exponent = (int32_t)(magnitude >> 23) - 127;
+  const int32_t size = exponent < 0 ? -exponent : exponent;
+  const uint32_t dropped = 20u + (uint32_t)(size > 3) + (uint32_t)(size > 7) + (uint32_t)(size > 15);
+  uint32_t rounded = ((magnitude + (1u << (dropped - 1))) >> dropped) << dropped;
+  rounded = pick(magnitude < (105u << 23), 105u << 23, rounded);  // [2^-23, 2^-22) goes to 2^-22, the smallest value
+  const int32_t e = (int32_t)(rounded >> 23) - 127;
+  const uint32_t mantissa = (rounded >> 20) & 7u, s = (uint32_t)(e < 0 ? -e : e), negative = (uint32_t)e >> 31;
+  uint32_t code = 0x60u | negative << 4 | (s - 8u) << 1 | mantissa >> 2;
+  code = pick(s < 8, 0x40u | negative << 4 | (s - 4u) << 2 | mantissa >> 1, code);
+  code = pick(s < 4, 0x20u | negative << 4 | (s - 2u) << 3 | mantissa, code);
+  code = pick(s == 1, 0x10u | negative << 3 | mantissa, code);
+  code = pick(s == 0, 0x08u | mantissa, code);
+  code = pick(e < -15, (uint32_t)(e + 23), code);
+  code = pick(magnitude >= 0x47200000u, 0x6eu, code);  // 40960: halfway to where 1.5 * 2^15 would be
+  code = pick(magnitude == INF_WORD, 0x6fu, code);
+  code = pick(magnitude < (104u << 23), 0u, code | ((word >> 24) & 0x80u));
+  return pick(magnitude > INF_WORD, 0x80u, code);
+}
+
+template <class T>
+static INLINE void encode_chunk(const T* __restrict x, int64_t n, float scale, uint8_t* __restrict codes) {
+  for (int64_t j = 0; j < n; j++) codes[j] = (uint8_t)encode_word(word_of(float_of(word_of_element(x[j])) / scale));
+}
+
+SCALAR static void codes_of(const bf16* __restrict x, int64_t n, const uint8_t* __restrict patterns,
+                            uint8_t* __restrict codes) {
+  for (int64_t j = 0; j < n; j++) codes[j] = patterns[x[j]];
+}
+
+SCALAR static void values_of(const uint8_t* __restrict codes, int64_t n, const bf16* __restrict table,
+                             bf16* __restrict values) {
+  for (int64_t j = 0; j < n; j++) values[j] = table[codes[j]];
+}
+
+template <class T>
+static void encode_tensor(const T* x, int64_t n, float scale, uint8_t* codes, bf16* values, const bf16* table,
+                          int threads) {
+  std::vector<uint8_t> patterns;
+  if (sizeof(T) == sizeof(bf16) && n >= TABLE_FROM) {
+    patterns.resize(65536);
+    for (uint32_t bits = 0; bits < 65536; bits++)
+      patterns[bits] = (uint8_t)encode_word(word_of(float_of(bits << 16) / scale));
+  }
+  const uint8_t* lookup = patterns.empty() ? nullptr : patterns.data();
+#pragma omp parallel for schedule(static) num_threads(threads) if (n > 32768)
+  for (int64_t c = 0; c < (n + CHUNK - 1) / CHUNK; c++) {
+    const int64_t from = c * CHUNK, m = n - from < CHUNK ? n - from : CHUNK;
+    if (lookup)
+      codes_of((const bf16*)x + from, m, lookup, codes + from);
+    else
+      encode_chunk(x + from, m, scale, codes + from);
+    if (values) values_of(codes + from, m, table, values + from);
+  }
+}
+
+template <class T>
+static uint32_t amax_word(const T* x, int64_t n, int threads) {
+  int32_t amax = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(max : amax) if (n > 32768)
+  for (int64_t c = 0; c < (n + CHUNK - 1) / CHUNK; c++) {
+    const int64_t from = c * CHUNK, m = n - from < CHUNK ? n - from : CHUNK;
+    int32_t most = 0;
+    for (int64_t j = 0; j < m; j++) {
+      int32_t magnitude = (int32_t)(word_of_element(x[from + j]) & 0x7fffffffu);
+      most = magnitude > most ? magnitude : most;
+    }
+    amax = most > amax ? most : amax;
+  }
+  return (uint32_t)amax;
+}
+
+}  // namespace quaver
+
+using namespace quaver;
+
+// Largest magnitudes of `batch` pieces of n elements each; NaN if there is one.
+QUAVER_API void quaver_amax(const void* x, int is_fp32, int64_t batch, int64_t n, float* out, int threads) {
+  for (int64_t b = 0; b < batch; b++)
+    out[b] = float_of(is_fp32 ? amax_word((const uint32_t*)x + b * n, n, threads)
+                              : amax_word((const bf16*)x + b * n, n, threads));
+}
+
+// Codes of `batch` pieces of n elements, each with its FP32 scale; with `values` the codes' BF16 values by `table`.
+QUAVER_API void quaver_hif8_encode(const void* x, int is_fp32, int64_t batch, int64_t n, const float* scales,
+                                   uint8_t* codes, bf16* values, const bf16* table, int threads) {
+  for (int64_t b = 0; b < batch; b++) {
+    bf16* to = values ? values + b * n : nullptr;
+    if (is_fp32)
+      encode_tensor((const uint32_t*)x + b * n, n, scales[b], codes + b * n, to, table, threads);
+    else
+      encode_tensor((const bf16*)x + b * n, n, scales[b], codes + b * n, to, table, threads);
+  }
+}
+
+QUAVER_API void quaver_hif8_decode(const uint8_t* codes, int64_t n, const bf16* table, bf16* out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (n > 32768)
+  for (int64_t c = 0; c < (n + CHUNK - 1) / CHUNK; c++) {
+    const int64_t from = c * CHUNK;
+    values_of(codes + from, n - from < CHUNK ? n - from : CHUNK, table, out + from);
+  }
+}
+
+// codes [batch, rows, cols] -> out [batch, cols, rows].
+QUAVER_API void quaver_hif8_decode_transposed(const uint8_t* codes, int64_t batch, int64_t rows, int64_t cols,
+                                              const bf16* table, bf16* out, int threads) {
+  constexpr int TALL = 256, WIDE = 32;  // long runs of writes
+  const int64_t down = (rows + TALL - 1) / TALL;
+#pragma omp parallel for schedule(static) num_threads(threads) if (batch * rows * cols > 32768)
+  for (int64_t t = 0; t < batch * down; t++) {
+    const int64_t r0 = (t % down) * TALL;
+    const int height = (int)(rows - r0 < TALL ? rows - r0 : TALL);
+    const uint8_t* from = codes + (t / down) * rows * cols;
+    bf16* to = out + (t / down) * rows * cols;
+    for (int64_t c0 = 0; c0 < cols; c0 += WIDE) {
+      const int width = (int)(cols - c0 < WIDE ? cols - c0 : WIDE);
+      bf16 tile[TALL][WIDE];
+      for (int r = 0; r < height; r++) values_of(from + (r0 + r) * cols + c0, width, table, tile[r]);
+      if (height % 8 == 0 && width % 8 == 0) {
+        for (int c = 0; c < width; c += 8)
+          for (int r = 0; r < height; r += 8) transpose_8x8(&tile[r][c], WIDE, to + (c0 + c) * rows + r0 + r, rows);
+      } else {
+        for (int c = 0; c < width; c++)
+          for (int r = 0; r < height; r++) to[(c0 + c) * rows + r0 + r] = tile[r][c];
+      }
+    }
+  }
+}

@@ -1,0 +1,239 @@
+"""The compiled kernels behind typed functions: torch tensors in, torch tensors out, and when they may be used.
+
+A kernel takes plain CPU tensors of FP32, BF16 or uint8. Everything else (other devices, tensor subclasses, tracing)
+is for the pure-torch codecs, which define the numbers. May import: torch, build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.backends.native.build import KernelStatus, build, failed
+from quaver.formats import hif8, mxfp8
+
+_P, _I, _C = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "quaver_mx_quantize": (_P, _C, _I, _I, _P, _P, _I, _I, _C, _P, _P, _P, _P, _P, _P, _C),
+    "quaver_mx_decode_rows": (_P, _P, _P, _I, _I, _P, _C),
+    "quaver_mx_decode_columns": (_P, _P, _I, _P, _I, _I, _P, _C),
+    "quaver_mx_pack_rows": (_P, _P, _I, _I, _I, _P, _C),
+    "quaver_mx_pack_columns": (_P, _P, _I, _I, _I, _P, _C),
+    "quaver_amax": (_P, _C, _I, _I, _P, _C),
+    "quaver_hif8_encode": (_P, _C, _I, _I, _P, _P, _P, _P, _C),
+    "quaver_hif8_decode": (_P, _I, _P, _P, _C),
+    "quaver_hif8_decode_transposed": (_P, _I, _I, _I, _P, _P, _C),
+}
+_INT_RESULT = {name for name in _SIGNATURES if name.startswith("quaver_mx_")}
+
+
+class Quantized(NamedTuple):
+    """Codes and scales of one direction, and its BF16 values where they were wanted and lose nothing."""
+
+    codes: Tensor
+    scales: Tensor
+    values: Tensor | None
+
+
+@cache
+def _load() -> tuple[ctypes.CDLL | None, KernelStatus]:
+    library, status = build()
+    if library is None:
+        return None, status
+    try:
+        loaded = ctypes.CDLL(str(library))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes = arguments
+            function.restype = _C if name in _INT_RESULT else None
+    except (OSError, AttributeError) as error:
+        return None, failed(status.compiler, f"{library} cannot be loaded: {error}")
+    return loaded, status
+
+
+def status() -> KernelStatus:
+    """Which path runs on CPU tensors, and why; compiles the kernels if that has not happened yet."""
+    return _load()[1]
+
+
+def usable(*tensors: Tensor) -> bool:
+    """True if the kernels are there and all tensors are plain ones on the CPU."""
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
+            return False
+    return _load()[0] is not None and not torch.compiler.is_compiling()
+
+
+def _call(name: str, *arguments: Any) -> int:
+    library = _load()[0]
+    assert library is not None  # callers ask `usable` first
+    result = getattr(library, name)(*arguments, torch.get_num_threads())
+    return int(result or 0)
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def quantize(
+    x: Tensor,
+    *,
+    rceil: bool,
+    row: bool | None = None,
+    col: bool | None = None,
+    ends: Tensor | None = None,
+    index: Tensor | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """MXFP8 along the last axis (row), the one before (col), or both in one read.
+
+    Args:
+        x: FP32 or BF16, at least 2-D ([*, A, B]; col blocks restart at each leading index), any strides.
+        rceil: the "rceil" scale rule, else "floor".
+        row, col: what is wanted of each direction: codes, with True their BF16 values too, with None nothing.
+        ends: of a 2-D `x`: cumulative row counts of groups at which col blocks restart, int64 on the CPU.
+        index: of a 2-D `x`: int64 rows to quantise instead of all, as `x.index_select(0, index)` would give.
+
+    Returns:
+        (row, col); `values` is None where a block is not made of normal BF16 numbers.
+    """
+    x = x.detach()
+    if x.stride(-1) != 1 or (x.dim() != 2 and not x.is_contiguous()):
+        x = x.contiguous()
+    cols = x.shape[-1]
+    inner = x.shape[-2] if index is None else index.numel()
+    shape = x.shape if index is None else torch.Size((inner, cols))
+    rows = shape[:-1].numel()
+    groups = rows // inner if inner else 0
+    col_scales_shape = torch.Size((*shape[:-2], -(-inner // mxfp8.BLOCK), cols))
+    if ends is not None:
+        groups = ends.numel()
+        col_scales_shape = torch.Size((int(mxfp8.group_scale_ends(ends)[-1]) if groups else 0, cols))
+    first = _buffers(row, shape, torch.Size((*shape[:-1], -(-cols // mxfp8.BLOCK))))
+    second = _buffers(col, shape, col_scales_shape)
+    flags = 0
+    if rows and cols:
+        pitch = x.stride(0) if x.dim() == 2 else cols
+        arguments = (_at(x), x.dtype is torch.float32, cols, pitch, _at(index), _at(ends), groups, inner, rceil)
+        flags = _call("quaver_mx_quantize", *arguments, *map(_at, first), *map(_at, second))
+    return _quantized(first, bool(flags & 1)), _quantized(second, bool(flags & 2))
+
+
+_Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _buffers(values: bool | None, shape: torch.Size, scales: torch.Size) -> _Buffers:
+    if values is None:
+        return None, None, None
+    return (
+        torch.empty(shape, dtype=torch.uint8),
+        torch.empty(scales, dtype=torch.uint8),
+        torch.empty(shape, dtype=torch.bfloat16) if values else None,
+    )
+
+
+def _quantized(buffers: _Buffers, unsafe: bool) -> Quantized | None:
+    codes, scales, values = buffers
+    if codes is None or scales is None:
+        return None
+    return Quantized(codes, scales, None if unsafe else values)
+
+
+def ends_fit(ends: Tensor, rows: int) -> bool:
+    """True of cumulative group ends that a kernel may follow: int64 on the CPU, ascending, the last one `rows`."""
+    if ends.dtype is not torch.int64 or ends.dim() != 1 or ends.numel() == 0 or not usable(ends):
+        return False
+    found: list[int] = ends.tolist()
+    return found[0] >= 0 and found[-1] == rows and all(a <= b for a, b in pairwise(found))
+
+
+def decode_rows(codes: Tensor, scales: Tensor, index: Tensor | None = None) -> Tensor | None:
+    """BF16 values of MXFP8 codes [*, K] in row blocks, of the rows `index` if given; None where BF16 would lose."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    shape = codes.shape if index is None else torch.Size((index.numel(), codes.shape[-1]))
+    out = torch.empty(shape, dtype=torch.bfloat16)
+    if out.numel() == 0:
+        return out
+    rows = shape[:-1].numel()
+    unsafe = _call("quaver_mx_decode_rows", _at(codes), _at(scales), _at(index), rows, shape[-1], _at(out))
+    return None if unsafe else out
+
+
+def decode_columns(codes: Tensor, scales: Tensor, ends: Tensor | None = None) -> Tensor | None:
+    """BF16 values of MXFP8 codes [*, A, B] in column blocks, restarting at `ends`; None where BF16 would lose."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    if out.numel() == 0:
+        return out
+    inner, cols = codes.shape[-2:]
+    groups = codes.shape[:-2].numel() if ends is None else ends.numel()
+    unsafe = _call(
+        "quaver_mx_decode_columns", _at(codes), _at(scales), cols, _at(ends), groups, inner, _at(out)
+    )
+    return None if unsafe else out
+
+
+def pack_into(codes: Tensor, scales: Tensor, *, columns: bool, address: int) -> bool:
+    """Decodes a weight straight into oneDNN's blocked order at `address`; False where BF16 would lose something.
+
+    Args:
+        codes: contiguous [features, contracted], or with `columns` [contracted, features]; multiples of 64.
+        scales: contiguous, blocks along `contracted`.
+        columns: blocks run down the columns.
+        address: of features * contracted BF16 values.
+    """
+    name = "quaver_mx_pack_columns" if columns else "quaver_mx_pack_rows"
+    return not _call(name, _at(codes), _at(scales), 1, codes.shape[0], codes.shape[1], address)
+
+
+def amax(x: Tensor) -> Tensor:
+    """FP32 largest magnitude: 0-d of a 2-D tensor, [E] of a 3-D one; 0 where empty, NaN if there is one."""
+    x = x.detach().contiguous()
+    batch = x.shape[0] if x.dim() == 3 else 1
+    out = torch.zeros(batch, dtype=torch.float32)
+    if x.numel():
+        _call("quaver_amax", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(out))
+    return out if x.dim() == 3 else out[0]
+
+
+def hif8_quantize(x: Tensor, scale: Tensor, *, values: bool) -> Quantized:
+    """HiF8 codes of x / scale, and their BF16 values if wanted; one FP32 scale, or one per leading index of 3-D."""
+    x, scale = x.detach().contiguous(), scale.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    decoded = torch.empty(x.shape, dtype=torch.bfloat16) if values else None
+    batch = scale.numel()
+    if x.numel():
+        table = hif8.decode_table(torch.bfloat16)
+        arguments = (_at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(scale))
+        _call("quaver_hif8_encode", *arguments, _at(codes), _at(decoded), _at(table))
+    return Quantized(codes, scale, decoded)
+
+
+def hif8_decode(codes: Tensor) -> Tensor:
+    """BF16 values of HiF8 codes, contiguous."""
+    codes = codes.contiguous()
+    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    _call("quaver_hif8_decode", _at(codes), codes.numel(), _at(hif8.decode_table(torch.bfloat16)), _at(out))
+    return out
+
+
+def hif8_decode_transposed(codes: Tensor) -> Tensor:
+    """BF16 values of HiF8 codes [*, A, B] as contiguous [*, B, A]."""
+    codes = codes.contiguous()
+    *leading, rows, cols = codes.shape
+    out = torch.empty((*leading, cols, rows), dtype=torch.bfloat16)
+    batch = codes.shape[:-2].numel()
+    table = hif8.decode_table(torch.bfloat16)
+    _call("quaver_hif8_decode_transposed", _at(codes), batch, rows, cols, _at(table), _at(out))
+    return out
+
+
+def forget() -> None:
+    """Reads the environment anew at the next use: for tests of the two paths in one process."""
+    _load.cache_clear()
+
+
