@@ -1,7 +1,7 @@
 """From `low_precision.backend` to the one backend that runs; there is no "auto, else".
 
 The reference backend comes with this room; one for a device is imported only when it is chosen.
-May import: config, errors, the backends.
+May import: config, the backends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quaver.backends.codecs import BUILTIN_CODECS, Codec
 from quaver.backends.contract import Backend
 from quaver.backends.ledger import Ledger
-from quaver.errors import CapabilityError
+from quaver.backends.reference import ReferenceBackend
 
 if TYPE_CHECKING:
     from quaver.config import LowPrecisionConfig
@@ -33,22 +33,17 @@ def backend_for(
         codecs: of formats beside the built-in ones, for the reference backend.
         check: False where nothing will be computed, as in a plan.
     """
+    backend: Backend
     if config.backend == "npu":
         from quaver.backends.npu import NPUBackend
 
-        npu = NPUBackend(ledger)
-        if check:
-            npu.check_capability(config)
-        return npu
-    if config.backend != "reference":
-        raise CapabilityError(
-            f"not supported: backend {config.backend!r} is not part of this release",
-            where="low_precision.backend",
-            remedy="use backend: reference, which computes the same numbers on any torch device",
-        )
-    from quaver.backends.reference import ReferenceBackend
+        backend = NPUBackend(ledger)
+    elif config.backend == "cuda":
+        from quaver.backends.cuda import CUDABackend
 
-    backend = ReferenceBackend(ledger, {**BUILTIN_CODECS, **(codecs or {})})
+        backend = CUDABackend(ledger)
+    else:
+        backend = ReferenceBackend(ledger, {**BUILTIN_CODECS, **(codecs or {})})
     if check:
         backend.check_capability(config)
     return backend

@@ -9,6 +9,7 @@ from rich.text import Text
 from quaver.cli.console import new_table, out, printable, stdout_kept_clean, write_json
 from quaver.cli.figures import files
 from quaver.cli.options import JSON
+from quaver.errors import CapabilityError
 
 Row = tuple[str, str, bool | None, str]
 
@@ -23,7 +24,13 @@ def doctor(as_json: JSON = False) -> None:
     Example: quaver doctor --json
     """
     with stdout_kept_clean(as_json):
-        from quaver.cli.examine import examine
+        try:
+            from quaver.cli.examine import examine
+        except ImportError as error:  # transformers imports torch_npu wherever it is installed
+            raise CapabilityError(
+                f"a package that Quaver needs cannot be imported: {error}",
+                remedy="install it; with torch_npu, set up CANN first (source its set_env.sh) or uninstall torch_npu",
+            ) from error
 
         document = examine()
     if as_json:
@@ -66,7 +73,7 @@ def _rows(document: dict[str, Any]) -> list[Row]:
 
 
 def _backend_rows(backend: dict[str, Any]) -> list[Row]:
-    """One row a recipe; a reason that all share stands once."""
+    """One row a recipe, a reason that all share once; then one a thing that recipes need of the device."""
     said = [
         (one["usable"], ". ".join(filter(None, (one["needs"], one["remedy"])))) for one in backend["recipes"]
     ]
@@ -74,5 +81,20 @@ def _backend_rows(backend: dict[str, Any]) -> list[Row]:
     if len(set(said)) == 1:
         ids, said = ["\n  ".join(ids)], said[:1]
     device = backend["device"] or "no device"
-    head: Row = (f"backend {backend['name']}", device, backend["usable"], "")
-    return [head, *(("", f"  {recipe}", ok, text) for recipe, (ok, text) in zip(ids, said))]
+    versions = ", ".join(f"{name} {number or 'not there'}" for name, number in backend["versions"].items())
+    head: Row = (f"backend {backend['name']}", device, backend["usable"], versions)
+    recipes: list[Row] = [("", f"  {recipe}", ok, text) for recipe, (ok, text) in zip(ids, said)]
+    return [head, *recipes, *_requirement_rows(backend)]
+
+
+def _requirement_rows(backend: dict[str, Any]) -> list[Row]:
+    """Each operator and dtype, with the recipes that need it."""
+    needed: dict[tuple[str, str, bool, str | None], list[str]] = {}
+    for recipe in backend["recipes"]:
+        for one in recipe["requirements"]:
+            key = (one["kind"], one["name"], one["ok"], one["missing"])
+            needed.setdefault(key, []).append(recipe["id"])
+    return [
+        ("", f"  {kind} {name}", ok, ", ".join(([missing] if missing else []) + [f"for {' and '.join(ids)}"]))
+        for (kind, name, ok, missing), ids in needed.items()
+    ]

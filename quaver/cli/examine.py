@@ -1,7 +1,7 @@
 """What `quaver doctor` looks at: versions, CPU, compiler, backends, corpus and cache. Changes nothing.
 
-An accelerator's package is never imported here, and never only to see whether it is there: its backends are
-not part of this release. May import: training, backends, data, config.
+torch_npu is imported where it is installed, as its backend's gate would; nothing runs on a device.
+May import: training, backends, data, config.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from quaver.backends import Ledger, backend_for, native
+from quaver.backends import native
+from quaver.backends.capability import Need
 from quaver.config import DataConfig, LowPrecisionConfig
 from quaver.data.prepare import cache_root
 from quaver.data.sources import DEFAULT_CORPUS, find_sources
-from quaver.errors import CapabilityError, ConfigError
+from quaver.errors import ConfigError
 from quaver.training.run_folder import why_not_writable
 
+Needs = Callable[[str], list[Need]]  # of a format
+Reasons = Callable[[str], Iterator[tuple[str, str]]]  # why a format cannot run, and the remedy
+
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "pydantic", "numpy", "pyarrow")
-BACKENDS: tuple[Literal["reference", "npu", "cuda"], ...] = ("reference", "npu", "cuda")
+BACKENDS = ("reference", "npu", "cuda")
 RECIPES: tuple[dict[str, Any], ...] = (
     {"format": "mxfp8_e4m3", "scaling": "mx_block", "scale_rule": "floor"},
     {"format": "mxfp8_e4m3", "scaling": "mx_block", "scale_rule": "rceil"},
@@ -105,29 +111,54 @@ def _compiler() -> dict[str, Any]:
     }
 
 
-def _backend(name: Literal["reference", "npu", "cuda"]) -> dict[str, Any]:
-    """One backend, asked through the gate that a run goes through."""
-    recipes = [_recipe(name, keys) for keys in RECIPES]
-    device = "cpu" if name == "reference" else None
-    if name == "cuda" and torch.cuda.is_available():
-        device = torch.cuda.get_device_name(0)
+def _backend(name: str) -> dict[str, Any]:
+    """One backend: whether the gate that a run goes through lets each recipe pass, what it needs, and the remedy."""
+    needs: Needs = _nothing
+    reasons: Reasons = _no_reason
+    if name == "npu":
+        from quaver.backends.npu import device, gate
+
+        npu = device.probe()
+        needs, reasons = partial(gate.needs_of, npu), partial(gate.reasons, npu)
+        found = {"device": npu.name, "versions": {"torch": torch.__version__, **npu.versions}}
+    elif name == "cuda":
+        from quaver.backends.cuda import device as gpu
+
+        cuda = gpu.probe()
+        needs, reasons = partial(gpu.needs_of, cuda), partial(gpu.reasons, cuda)
+        found = {"device": cuda.name, "versions": dict(cuda.versions)}
+    else:
+        found = {"device": "cpu", "versions": {"torch": torch.__version__}}
+    recipes = [_recipe(LowPrecisionConfig(enabled=True, **keys), needs, reasons) for keys in RECIPES]
+    return {"name": name, "usable": any(one["usable"] for one in recipes), **found, "recipes": recipes}
+
+
+def _nothing(format: str) -> list[Need]:
+    return []
+
+
+def _no_reason(format: str) -> Iterator[tuple[str, str]]:
+    return iter(())
+
+
+def _recipe(
+    config: LowPrecisionConfig,
+    needs: Needs,
+    reasons: Reasons,
+) -> dict[str, Any]:
+    wanted, first = needs(config.format), next(reasons(config.format), None)
+    there = f"{len(wanted)} operators and dtypes" if wanted else "torch alone"
+    why, remedy = first if first is not None else (there, None)
     return {
-        "name": name,
-        "usable": any(recipe["usable"] for recipe in recipes),
-        "device": device,
-        "versions": {"torch": torch.__version__} | ({"cuda": torch.version.cuda} if name == "cuda" else {}),
-        "recipes": recipes,
+        "id": config.recipe_id,
+        "usable": first is None,
+        "needs": why,
+        "remedy": remedy,
+        "requirements": [
+            {"kind": need.kind, "name": need.name, "ok": need.missing is None, "missing": need.missing}
+            for need in wanted
+        ],
     }
-
-
-def _recipe(backend: Literal["reference", "npu", "cuda"], keys: dict[str, Any]) -> dict[str, Any]:
-    config = LowPrecisionConfig(enabled=True, backend=backend, **keys)
-    needs, remedy = "torch alone", None
-    try:
-        backend_for(config, Ledger())
-    except CapabilityError as error:
-        needs, remedy = error.what, error.remedy
-    return {"id": config.recipe_id, "usable": remedy is None, "needs": needs, "remedy": remedy}
 
 
 def _default_corpus() -> dict[str, Any]:

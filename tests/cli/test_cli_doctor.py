@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -34,11 +35,12 @@ def test_the_document(quaver: Run, tmp_path: Path) -> None:
 
     for name, backend in backends.items():
         assert [one["id"] for one in backend["recipes"]] == list(RECIPES)
-        assert all(
-            ("not part of this release" in one["needs"]) == (name != "reference")
-            for one in backend["recipes"]
-        )
         assert all((one["remedy"] is None) == (name == "reference") for one in backend["recipes"])
+    why = {name: {one["needs"] for one in backend["recipes"]} for name, backend in backends.items()}
+    assert why["reference"] == {"torch alone"}
+    if not importlib.util.find_spec("torch_npu"):
+        assert why["npu"] == {"torch_npu is not installed"}
+    assert "no NVIDIA GPU multiplies hif8" in why["cuda"]
     assert document["default_corpus"]["files"] > 500
     assert document["default_corpus"]["ok"] is True
     assert document["cache"]["path"] == str(tmp_path / "cache" / "data")
@@ -69,7 +71,45 @@ def test_what_is_missing_is_told_and_is_no_failure(
     assert "QUAVER_CACHE" in table.out
 
 
-def test_no_accelerator_package_is_imported(quaver: Run) -> None:
+def npu_needs(document: dict[str, Any]) -> dict[str, dict[str, bool]]:
+    """Recipe -> name of each operator and dtype tag -> whether it is there."""
+    (npu,) = [one for one in document["backends"] if one["name"] == "npu"]
+    return {one["id"]: {need["name"]: need["ok"] for need in one["requirements"]} for one in npu["recipes"]}
+
+
+def test_each_operator_and_tag_of_each_recipe(quaver: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that claims to be an Ascend 950 without one operator, and with all of them."""
+    from helpers import npu_harness
+
+    from quaver.backends.npu import device
+    from quaver.backends.npu.tags import NEEDS
+
+    npu_harness.install()
+    facts = npu_harness.facts()
+    monkeypatch.setattr(device, "probe", lambda: facts)
+    whole = json.loads(quaver("doctor", "--json").out)
+    for recipe, needs in npu_needs(whole).items():
+        wanted = NEEDS[recipe.split("/")[0]]
+        assert set(needs) == {*wanted.ops, *wanted.tags}
+        assert all(needs.values())
+    (npu,) = [one for one in whole["backends"] if one["name"] == "npu"]
+    assert (npu["usable"], npu["device"]) == (True, "Ascend950DT_9582")
+    assert npu["versions"]["cann"] == "9.1.0"
+    assert all(one["remedy"] is None for one in npu["recipes"])
+    less = {name: arguments for name, arguments in facts.ops.items() if name != "npu_quantize"}
+    monkeypatch.setattr(device, "probe", lambda: npu_harness.facts(ops=less))
+    found = json.loads(quaver("doctor", "--json").out)
+    assert npu_needs(found)["hif8/current@1"]["npu_quantize"] is False
+    (npu,) = [one for one in found["backends"] if one["name"] == "npu"]
+    assert [one["usable"] for one in npu["recipes"]] == [True, True, False]
+    assert "op npu_quantize is missing" in npu["recipes"][2]["needs"]
+    table = quaver("doctor").out
+    for word in ("Ascend950DT_9582", "op npu_quantize", "not registered", "dtype hifloat8", "torch_npu 2.13.0"):
+        assert word in table
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_nothing_of_an_accelerator_is_imported_that_is_not_there(quaver: Run) -> None:
     assert quaver("doctor").code == 0
     assert "torch_npu" not in sys.modules
 
@@ -106,7 +146,7 @@ def test_the_verbs_are_those_of_this_release(quaver: Run) -> None:
     from quaver.cli.main import app
 
     names = [command.callback.__name__ for command in app.registered_commands if command.callback]
-    assert names == ["train", "plan", "report", "export", "doctor"]
+    assert names == ["train", "plan", "report", "export", "bench", "doctor"]
     assert all(f"│ {name} " in ended.out for name in names)
 
 

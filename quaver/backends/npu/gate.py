@@ -1,15 +1,15 @@
 """The capability gate: whether this device can run a recipe, decided before a model is built.
 
 Ascend 950 (A5) is known by its name and by SoC version 260; 250 and up alone would let A3 through, which has no
-eight-bit float kernels. May import: config (types), errors, device, tags.
+eight-bit float kernels. May import: config (types), capability, errors, device, tags.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from quaver.backends.capability import Need
 from quaver.backends.npu.device import DeviceFacts
 from quaver.backends.npu.tags import NEEDS
 from quaver.errors import CapabilityError
@@ -21,15 +21,6 @@ NAMES = ("Ascend950", "Ascend910_95")  # the second is the name of early units
 SOC_VERSION = 260
 INSTALL = "install CANN and torch_npu for this torch on an Ascend 950 machine (docs/ascend.md)"
 OTHERWISE = "or use backend: reference, which computes the same numbers on any torch device"
-
-
-@dataclass(frozen=True)
-class Need:
-    """One thing that a format needs, and why it is not met (None: it is met)."""
-
-    kind: Literal["op", "dtype"]
-    name: str
-    missing: str | None
 
 
 def needs_of(facts: DeviceFacts, format: str) -> list[Need]:

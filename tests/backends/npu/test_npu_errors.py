@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import npu_harness
 from helpers.npu_harness.recording import Recorder, Spy
+from helpers.passes import one_pass
 from helpers.policies import FORMATS, linear, policy
 from helpers.tracing import GemmTrace
-from test_npu_mutations import one_pass
 
 
 class KernelError(Exception):

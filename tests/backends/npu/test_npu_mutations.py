@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import npu_harness
-from helpers.experts import grouped_weight, routing_of
 from helpers.npu_harness.recording import Call, Recorder
-from helpers.policies import HIF8, RECIPES, linear, policy
-
-from quaver.low_precision import low_precision_grouped_swiglu
+from helpers.passes import one_pass
+from helpers.policies import HIF8, RECIPES, policy
 
 MX = ["npu_dynamic_mx_quant", "npu_dynamic_mx_quant_with_dual_axis", "npu_grouped_dynamic_mx_quant"]
 GEMMS = ["npu_quant_matmul", "npu_grouped_matmul"]
@@ -35,25 +33,6 @@ OTHER_DTYPE = {
     torch.uint8: torch.int8,
     torch.float8_e4m3fn: torch.float8_e5m2,
 }
-
-
-def one_pass(bound):
-    """A dense layer and two expert weights, forward and backward, with an expert that has no token.
-
-    Contracted axes are longer than 64, so that every scale has two pairs and a state of its own.
-    """
-    torch.manual_seed(0)
-    x = torch.randn(70, 96).bfloat16().requires_grad_()
-    linear(bound, torch.randn(80, 96))(x).float().pow(2).sum().backward()
-    gate_up = grouped_weight(torch.randn(3, 144, 96), bound, "gate_up")
-    down = grouped_weight(torch.randn(3, 96, 72), bound, "down")
-    index = routing_of([40, 0, 33])
-    x = torch.randn(index.shape[0], 96).bfloat16().requires_grad_()
-    weights = torch.rand(index.shape, requires_grad=True)
-    out = low_precision_grouped_swiglu(
-        x, index, weights, gate_up, down, sites=("gate_up", "down"), recipe=bound.recipe
-    )
-    out.float().pow(2).sum().backward()
 
 
 @pytest.fixture(scope="module")

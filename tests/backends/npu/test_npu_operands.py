@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import npu_harness
+from helpers.passes import dense_operands, tensor
 from helpers.policies import FLOOR, HIF8, RCEIL, RECIPES
 
 from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand, ReferenceBackend
@@ -18,12 +19,6 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 def pair():
     return npu_harness.backend(), ReferenceBackend()
-
-
-def tensor(*shape, dtype=torch.bfloat16, seed=0):
-    torch.manual_seed(seed)
-    values = torch.randn(*shape) * torch.logspace(-5, 5, shape[-1], base=2.0)
-    return values.to(dtype)
 
 
 def same(found: QuantizedOperand, wanted: QuantizedOperand) -> None:
@@ -105,19 +100,6 @@ def test_blocks_that_a_shard_cuts(recipe, row0):
     assert torch.equal(*codes)
     with pytest.raises(CapabilityError, match="no blocks"):
         pair()[0].column_scales(x, spec=SPECS[HIF8].roles[role], role=role, row0=0)
-
-
-def dense_operands(layout, recipe, dtype, t=70, n=40, k=96):
-    sizes = {"NT": ((t, k), (n, k)), "NN": ((t, n), (n, k)), "TN": ((t, n), (t, k))}[layout]
-    turns = {"NT": ("row", "row"), "NN": ("row", "col"), "TN": ("col", "col")}[layout]
-    roles = SPECS[recipe].roles
-    role = (Role.INPUT_FWD if layout == "NT" else Role.GRAD_OUTPUT, Role.WEIGHT_FWD)
-    return [
-        ReferenceBackend().quantize(
-            tensor(*size, dtype=dtype, seed=i), spec=roles[role[i]], role=role[i], orientation=turns[i]
-        )
-        for i, size in enumerate(sizes)
-    ]
 
 
 @pytest.mark.parametrize("output", DTYPES)

@@ -27,7 +27,7 @@ from helpers import npu_harness
 from helpers.npu_harness import wheel
 from helpers.npu_harness.recording import Recorder
 from helpers.policies import RECIPES, policy
-from test_npu_mutations import one_pass
+from helpers.passes import one_pass
 
 npu_harness.install()
 calls = []
