@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from quaver.backends.contract import Orientation, QuantizedOperand, ScalingSpec
+from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,12 @@ class KernelCodec(Protocol):
         amax: torch.Tensor | None,
     ) -> tuple[Coded | None, Coded | None] | None:
         """(row, col) as wanted, bit-equal to `Codec.quantize`; None where no kernel takes this tensor."""
+
+    def pack(self, weight: QuantizedOperand, layout: Layout, expert: int | None = None) -> torch.Tensor | None:
+        """A weight (one expert's, if named) decoded into the order in which `packing.linear` multiplies it.
+
+        None where it has no such order, or where its exact factors are not BF16 without an alpha.
+        """
 
 
 def scale_misfit(

@@ -10,7 +10,7 @@ import torch
 
 from quaver.backends import native
 from quaver.backends.codec import Coded, Factors, Sides, scale_misfit
-from quaver.backends.contract import Orientation, QuantizedOperand, ScalingSpec
+from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
 from quaver.backends.native import kernels
 from quaver.formats import hif8
 
@@ -45,6 +45,10 @@ class HiF8Codec:
             return None
         coded = self._code(tensor, spec, amax, values=bool(sides.row or sides.col))
         return coded if sides.row is not None else None, coded if sides.col is not None else None
+
+    def pack(self, weight: QuantizedOperand, layout: Layout, expert: int | None = None) -> torch.Tensor | None:
+        """None: the scale goes into the GEMM as its alpha, which a packed product does not take."""
+        return None
 
     @staticmethod
     def _code(

@@ -10,8 +10,8 @@ import torch
 
 from quaver.backends import native
 from quaver.backends.codec import Coded, Factors, Sides, scale_misfit
-from quaver.backends.contract import Orientation, QuantizedOperand, ScalingSpec
-from quaver.backends.native import kernels
+from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
+from quaver.backends.native import kernels, packing
 from quaver.formats import mxfp8
 
 # Scale bytes whose blocks decode to normal BF16 numbers; outside, BF16 GEMMs of CPUs flush subnormals.
@@ -62,6 +62,15 @@ class MXFP8Codec:
             return None
         row, col = kernels.quantize(tensor, rceil=rule == "rceil", row=sides.row, col=sides.col, ends=ends)
         return row and Coded(*row), col and Coded(*col)
+
+    def pack(self, weight: QuantizedOperand, layout: Layout, expert: int | None = None) -> torch.Tensor | None:
+        """See `KernelCodec`: y = x w^T contracts along rows as stored, y = x w along columns."""
+        codes, scales, columns = weight.data, weight.scale, layout == "NN"
+        if codes.ndim == 3 and stored_transposed(codes):
+            codes, scales, columns = codes.transpose(-1, -2), scales.transpose(-1, -2), not columns
+        if expert is not None:
+            codes, scales = codes[expert], scales[expert]
+        return packing.pack(codes, scales, columns=columns)
 
     def misfit(self, operand: QuantizedOperand, ends: list[int] | None) -> str | None:
         """Scales are bytes, one per block of the blocked axis; blocks restart at each group."""

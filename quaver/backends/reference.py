@@ -27,6 +27,7 @@ from quaver.backends.contract import (
     check_shapes,
 )
 from quaver.backends.ledger import Ledger
+from quaver.backends.native import packing
 from quaver.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -145,7 +146,11 @@ class ReferenceBackend:
         _check_scales(codec, right, None, site)
         wish = torch.bfloat16 if output_dtype is torch.bfloat16 else torch.float32
         with self.ledger.record(site, kind="dense", format=left.format, kernel=DENSE_KERNEL):
-            a, b = codec.factors(left, wish), codec.factors(right, wish)
+            a = codec.factors(left, wish)
+            packed = self._packed(codec, a, right, layout)
+            if packed is not None:
+                return packing.linear(a.values, packed)
+            b = codec.factors(right, wish)
             a_mat = a.values.t() if layout[0] == "T" else a.values
             b_mat = b.values.t() if layout[1] == "T" else b.values
             return multiply(a_mat, b_mat, product(a.alpha, b.alpha), output_dtype)
@@ -170,6 +175,9 @@ class ReferenceBackend:
         wish = torch.bfloat16 if output_dtype is torch.bfloat16 else torch.float32
         with self.ledger.record(site, kind="grouped", format=left.format, kernel=GROUPED_KERNEL):
             a = codec.factors(left, wish, group_list)
+            out = self._packed_groups(codec, a, right, ends, layout)
+            if out is not None:
+                return out
             b = codec.factors(right, wish, group_list if layout == "TN" else None)
             if layout == "TN":
                 return self._grouped_wgrad(a, b, ends, output_dtype)
@@ -182,6 +190,36 @@ class ReferenceBackend:
                     out[start:end] = multiply(a.values[start:end], b_values[expert], alpha, output_dtype)
                 start = end
             return out
+
+    @staticmethod
+    def _packed(
+        codec: Codec, a: Factors, right: QuantizedOperand, layout: Layout, expert: int | None = None
+    ) -> torch.Tensor | None:
+        """The weight packed for a BF16 product; None where the plain product is to be taken."""
+        if layout == "TN" or a.values.dtype is not torch.bfloat16 or a.alpha is not None:
+            return None
+        return codec.pack(right, layout, expert) if isinstance(codec, KernelCodec) else None
+
+    def _packed_groups(
+        self, codec: Codec, a: Factors, right: QuantizedOperand, ends: list[int], layout: Layout
+    ) -> torch.Tensor | None:
+        """The grouped product expert by expert; None if any expert's weight is to be multiplied otherwise.
+
+        Experts without tokens are decoded too: one that BF16 cannot hold puts the whole weight on the FP32 path.
+        """
+        if layout == "TN" or not ends:
+            return None
+        features = right.shape[2 if layout == "NN" else 1]
+        out = a.values.new_empty((a.values.shape[0], features))
+        start = 0
+        for expert, end in enumerate(ends):
+            packed = self._packed(codec, a, right, layout, expert)
+            if packed is None:
+                return None
+            if end > start:
+                out[start:end] = packing.linear(a.values[start:end], packed)
+            start = end
+        return out
 
     @staticmethod
     def _grouped_wgrad(a: Factors, b: Factors, ends: list[int], output_dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,9 @@
 #include <vector>
 
 #include "bits.h"
+#ifdef __AVX512BW__
+#include <immintrin.h>
+#endif
 
 namespace quaver {
 
@@ -16,8 +19,10 @@ static INLINE uint32_t encode_word(uint32_t word) {
   const uint32_t magnitude = word & 0x7fffffffu;
   const int32_t exponent = (int32_t)(magnitude >> 23) - 127;
   const int32_t size = exponent < 0 ? -exponent : exponent;
-  const uint32_t dropped = 20u + (uint32_t)(size > 3) + (uint32_t)(size > 7) + (uint32_t)(size > 15);
-  uint32_t rounded = ((magnitude + (1u << (dropped - 1))) >> dropped) << dropped;
+  // Half of the last kept place: 20 mantissa bits are dropped up to +-3, 21 up to +-7, 22 up to +-15, all 23 beyond.
+  const uint32_t half = 0x80000u + pick(size > 3, 0x80000u, 0u) + pick(size > 7, 0x100000u, 0u) +
+                        pick(size > 15, 0x200000u, 0u);
+  uint32_t rounded = (magnitude + half) & (0u - 2u * half);
   rounded = pick(magnitude < (105u << 23), 105u << 23, rounded);  // [2^-23, 2^-22) goes to 2^-22, the smallest value
   const int32_t e = (int32_t)(rounded >> 23) - 127;
   const uint32_t mantissa = (rounded >> 20) & 7u, s = (uint32_t)(e < 0 ? -e : e), negative = (uint32_t)e >> 31;
@@ -43,10 +48,30 @@ SCALAR static void codes_of(const bf16* __restrict x, int64_t n, const uint8_t* 
   for (int64_t j = 0; j < n; j++) codes[j] = patterns[x[j]];
 }
 
+// table[codes[j]]. The 256 BF16 values fill eight registers of AVX512, which look up 64 of them at once.
+#ifdef __AVX512BW__
+static void values_of(const uint8_t* __restrict codes, int64_t n, const bf16* __restrict table,
+                      bf16* __restrict values) {
+  __m512i part[8];
+  for (int i = 0; i < 8; i++) part[i] = _mm512_loadu_si512(table + 32 * i);
+  for (int64_t j = 0; j < n; j += 32) {
+    const __mmask32 lanes = n - j >= 32 ? ~0u : (1u << (n - j)) - 1u;
+    const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(lanes, codes + j));
+    const __mmask32 upper = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+    const __mmask32 negative = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x80));
+    const __m512i low = _mm512_mask_blend_epi16(upper, _mm512_permutex2var_epi16(part[0], code, part[1]),
+                                                _mm512_permutex2var_epi16(part[2], code, part[3]));
+    const __m512i high = _mm512_mask_blend_epi16(upper, _mm512_permutex2var_epi16(part[4], code, part[5]),
+                                                 _mm512_permutex2var_epi16(part[6], code, part[7]));
+    _mm512_mask_storeu_epi16(values + j, lanes, _mm512_mask_blend_epi16(negative, low, high));
+  }
+}
+#else
 SCALAR static void values_of(const uint8_t* __restrict codes, int64_t n, const bf16* __restrict table,
                              bf16* __restrict values) {
   for (int64_t j = 0; j < n; j++) values[j] = table[codes[j]];
 }
+#endif
 
 template <class T>
 static void encode_tensor(const T* x, int64_t n, float scale, uint8_t* codes, bf16* values, const bf16* table,

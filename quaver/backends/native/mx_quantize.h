@@ -1,8 +1,8 @@
 // MXFP8 quantisation of tiles: 32 rows by some columns are read once and give row blocks, column blocks, or both.
 //
 // A row block runs along a row (1 x 32), a column block down a column (32 x 1). Of each, codes, E8M0 scales and the
-// dequantised BF16 values are written where wanted. BF16 input whose block lies wholly in E4M3's normal range is
-// rounded as 16-bit integers; everything else takes exact FP32 arithmetic, lane by lane.
+// dequantised BF16 values are written where wanted. A block that lies wholly in E4M3's normal range is rounded as
+// 16-bit integers; everything else takes exact FP32 arithmetic, lane by lane.
 #pragma once
 
 #include <algorithm>
@@ -174,32 +174,35 @@ static INLINE uint32_t encode_exact(const T* __restrict x, const Scale& scale, u
   return not_bf16(code, scale);
 }
 
-template <class Scale>
-static INLINE uint32_t encode(const bf16* x, const Scale& scale, uint8_t* codes, bf16* values) {
+// 32 lanes by the quicker way that is right. `x` is `exact` in BF16 with a sticky last bit (or itself).
+template <class Scale, class T>
+static INLINE uint32_t encode(const bf16* x, const T* exact, const Scale& scale, uint8_t* codes, bf16* values) {
   if (__builtin_expect(scale.plain && all_normal(x, scale), 1)) {
     encode_normal(x, scale, codes, values);
     return 0;
   }
-  return encode_exact(x, scale, codes, values);
-}
-
-template <class Scale>
-static INLINE uint32_t encode(const uint32_t* x, const Scale& scale, uint8_t* codes, bf16* values) {
-  return encode_exact(x, scale, codes, values);
+  return encode_exact(exact, scale, codes, values);
 }
 
 // Up to 32 lanes; a short block goes through a zero-padded copy.
 template <class Scale, class T>
-static INLINE uint32_t encode_some(const T* x, int n, const Scale& scale, uint8_t* codes, bf16* values) {
-  if (__builtin_expect(n == BLOCK, 1)) return encode(x, scale, codes, values);
+static INLINE uint32_t encode_some(const bf16* x, const T* exact, int n, const Scale& scale, uint8_t* codes,
+                                   bf16* values) {
+  if (__builtin_expect(n == BLOCK, 1)) return encode(x, exact, scale, codes, values);
   T padded[BLOCK] = {0};
   uint8_t padded_codes[BLOCK];
   bf16 padded_values[BLOCK];
-  std::memcpy(padded, x, n * sizeof(T));
+  std::memcpy(padded, exact, n * sizeof(T));
   uint32_t unsafe = encode_exact(padded, scale, padded_codes, padded_values);
   if (codes) std::memcpy(codes, padded_codes, n);
   if (values) std::memcpy(values, padded_values, n * sizeof(bf16));
   return unsafe;
+}
+
+// FP32 words cut to BF16 patterns whose last bit also says whether anything was cut off. Such a pattern rounds to
+// three mantissa bits as its word does, has its exponent, and exceeds 1.75 * 2^k where its word does.
+static INLINE void cut_sticky(const uint32_t* __restrict words, int n, bf16* __restrict out) {
+  for (int j = 0; j < n; j++) out[j] = (bf16)((words[j] >> 16) | ((words[j] & 0xffffu) != 0 ? 1u : 0u));
 }
 
 // The largest magnitude of up to 32 elements, as an FP32 word.
@@ -231,33 +234,10 @@ static INLINE uint32_t largest_word(const bf16* __restrict x, int n) {
   return (uint32_t)amax << 16;
 }
 
-static INLINE uint32_t largest_word(const uint32_t* __restrict x, int n) {
-  int32_t amax = 0;
-  if (__builtin_expect(n == BLOCK, 1)) {
-    for (int j = 0; j < BLOCK; j++) {
-      int32_t magnitude = (int32_t)(x[j] & 0x7fffffffu);
-      amax = magnitude > amax ? magnitude : amax;
-    }
-  } else {
-    for (int j = 0; j < n; j++) {
-      int32_t magnitude = (int32_t)(x[j] & 0x7fffffffu);
-      amax = magnitude > amax ? magnitude : amax;
-    }
-  }
-  return (uint32_t)amax;
-}
-
 // One row into the maxima of a tile's columns; a call a row keeps compilers from walking down the columns instead.
 __attribute__((noinline)) static void raise_maxima(uint16_t* __restrict amax, const bf16* __restrict row, int width) {
   for (int j = 0; j < width; j++) {
     uint16_t magnitude = row[j] & 0x7fff;
-    amax[j] = magnitude > amax[j] ? magnitude : amax[j];
-  }
-}
-
-__attribute__((noinline)) static void raise_maxima(int32_t* __restrict amax, const uint32_t* __restrict row, int width) {
-  for (int j = 0; j < width; j++) {
-    int32_t magnitude = (int32_t)(row[j] & 0x7fffffffu);
     amax[j] = magnitude > amax[j] ? magnitude : amax[j];
   }
 }
@@ -267,11 +247,6 @@ static INLINE void column_maxima(const bf16* const* rows, int count, int width, 
   uint16_t narrow[TILE] = {0};
   for (int r = 0; r < count; r++) raise_maxima(narrow, rows[r], width);
   for (int j = 0; j < TILE; j++) amax[j] = (uint32_t)narrow[j] << 16;
-}
-
-static INLINE void column_maxima(const uint32_t* const* rows, int count, int width, uint32_t* amax) {
-  std::memset(amax, 0, TILE * sizeof(uint32_t));
-  for (int r = 0; r < count; r++) raise_maxima((int32_t*)amax, rows[r], width);
 }
 
 // The rows of one column block.
@@ -308,9 +283,14 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
     const int64_t c0 = (t % tiles) * TILE;
     const int width = (int)std::min<int64_t>(TILE, cols - c0);
     alignas(64) T buffer[Source::computed ? BLOCK * TILE : 1];
-    const T* lines[BLOCK];
-    for (int r = 0; r < span.count; r++)
-      lines[r] = source.row(span.first + r, c0, width, buffer + (Source::computed ? r * TILE : 0));
+    alignas(64) bf16 cut[sizeof(T) == 4 ? BLOCK * TILE : 1];
+    const T* exact[BLOCK];
+    const bf16* lines[BLOCK];
+    for (int r = 0; r < span.count; r++) {
+      exact[r] = source.row(span.first + r, c0, width, buffer + (Source::computed ? r * TILE : 0));
+      lines[r] = sizeof(T) == 4 ? cut + r * TILE : (const bf16*)exact[r];
+      if (sizeof(T) == 4) cut_sticky((const uint32_t*)exact[r], width, cut + r * TILE);
+    }
     ColumnScales scales;
     if (col.wanted()) {
       uint32_t amax[TILE];
@@ -323,14 +303,14 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
       const int64_t at = (span.first + r) * cols + c0;
       for (int c = 0; c < width; c += BLOCK) {
         const int n = std::min(BLOCK, width - c);
-        const T* x = lines[r] + c;
+        const bf16* x = lines[r] + c;
         if (col.wanted())
-          flags |= encode_some(x, n, scales.from(c), col.codes ? col.codes + at + c : nullptr,
+          flags |= encode_some(x, exact[r] + c, n, scales.from(c), col.codes ? col.codes + at + c : nullptr,
                                col.values ? col.values + at + c : nullptr) << 1;
         if (row.wanted()) {
           const RowScale scale(scale_byte(largest_word(x, n), carry));
           row.scales[(span.first + r) * row_blocks + (c0 + c) / BLOCK] = (uint8_t)scale.byte;
-          flags |= encode_some(x, n, scale, row.codes ? row.codes + at + c : nullptr,
+          flags |= encode_some(x, exact[r] + c, n, scale, row.codes ? row.codes + at + c : nullptr,
                                row.values ? row.values + at + c : nullptr);
         }
       }
