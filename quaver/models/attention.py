@@ -1,13 +1,16 @@
 """Attention whose value heads are narrower (or wider) than its query and key heads, as in DeepSeek's MLA.
 
 On the CPU torch has a flash kernel only where all heads have one size, and otherwise keeps every score of the
-T x T matrix. Zeros make the sizes equal and change no number that is read: a zero column of V gives a zero
-column of the output, which is cut off again, and a zero column of Q and K adds nothing to a score. Everything
-else (masks, grouped heads, causality) stays what transformers does. May import: torch, transformers.
+T x T matrix. Two ways lead past that. Plain causal self-attention in BF16, which is what training has, runs in
+blocks of large products (causal_blocks.py). Anything else (a mask, grouped heads, FP32, a cache, long sequences)
+runs the flash kernel: zeros make the sizes equal and change no number that is read, since a zero column of V
+gives a zero column of the output, which is cut off again, and a zero column of Q and K adds nothing to a score.
+May import: torch, transformers, causal_blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from quaver.models.causal_blocks import causal_attention, fits
 
 # The name in transformers' registries; "sdpa" in it keeps transformers' check that the model supports SDPA.
 UNEQUAL_HEADS = "sdpa_unequal_heads"
@@ -46,14 +51,14 @@ def unequal_heads_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' SDPA attention; on the CPU with V, or Q and K, widened by zeros to the size of the other.
+    """SDPA attention of heads of two sizes; a drop-in for transformers' own.
 
     Args:
         module: the attention module.
         query, key: [B, heads, T, D], [B, kv heads, S, D].
         value: [B, kv heads, S, V].
         attention_mask: [B, 1, T, S], bool or additive, or None.
-        dropout: of the scores; with it there is no flash kernel, and nothing is widened.
+        dropout: of the probabilities; with it there is no fast kernel, and transformers' own runs as it is.
         scaling: of the scores; None: D ** -0.5.
         kwargs: as of transformers' attention functions.
 
@@ -63,11 +68,21 @@ def unequal_heads_attention(
     width, value_width = query.shape[-1], value.shape[-1]
     if query.device.type == "cpu" and not dropout and width != value_width:
         scaling = width**-0.5 if scaling is None else scaling
+        if attention_mask is None and _plainly_causal(module, kwargs) and fits(query, key):
+            return causal_attention(query, key, value, scaling).transpose(1, 2), None
         query, key, value = (_widened(heads, max(width, value_width)) for heads in (query, key, value))
     output, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return output[..., :value_width], None
+
+
+def _plainly_causal(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """No key is hidden but the later ones, and nothing is added to the scores."""
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    return bool(causal) and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
 
 
 def _widened(heads: torch.Tensor, width: int) -> torch.Tensor:

@@ -13,8 +13,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from quaver.models import build_on_meta, from_hf_config, load_hf_config
+from quaver.models import build_on_meta, causal_blocks, from_hf_config, load_hf_config
 from quaver.models.attention import UNEQUAL_HEADS, has_unequal_heads, unequal_heads_attention
+from quaver.models.causal_blocks import causal_attention
 
 HEADS: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True)
 MLA = {**TINY, "v_head_dim": 24}  # Q and K have 32
@@ -79,11 +80,15 @@ def kernels(call: Any) -> set[str]:
     return {event.key for event in profiled.key_averages() if event.key.startswith("aten::_scaled_dot")}
 
 
-def test_the_flash_kernel_runs_forward_and_backward() -> None:
-    q, k, v = qkv(torch.bfloat16, 24, 16)
+@pytest.mark.parametrize("case", ["masked", "float32", "long"])
+def test_the_flash_kernel_runs_where_blocks_do_not(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(torch.float32 if case == "float32" else torch.bfloat16, 24, 16)
+    mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril() if case == "masked" else None
+    if case == "long":
+        monkeypatch.setattr(causal_blocks, "KEPT", 3 * 70 * 70 // 2 - 1)
 
     def run() -> None:
-        unequal_heads_attention(HEADS, q, k, v, None)[0].sum().backward()
+        unequal_heads_attention(HEADS, q, k, v, mask)[0].sum().backward()
 
     ran = kernels(run)
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in ran
@@ -91,11 +96,50 @@ def test_the_flash_kernel_runs_forward_and_backward() -> None:
     assert not any("math" in name for name in ran)
 
 
-def test_one_sequence_alone_gives_the_bits_it_gives_in_a_batch() -> None:
+def test_training_runs_in_blocks() -> None:
     q, k, v = qkv(torch.bfloat16, 24, 16)
-    both = unequal_heads_attention(HEADS, q, k, v, None)[0]
-    alone = unequal_heads_attention(HEADS, q[1:], k[1:], v[1:], None)[0]
-    assert torch.equal(both[1:], alone)
+    assert not kernels(lambda: unequal_heads_attention(HEADS, q, k, v, None)[0].sum().backward())
+
+
+@pytest.mark.parametrize("T", [2, 127, 128, 129, 300])
+def test_blocks_of_any_length_give_fp64s_numbers(T: int) -> None:
+    inputs = qkv(torch.bfloat16, 48, 32, T)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    ours, wanted = causal_attention(*inputs, 0.2).transpose(1, 2), oracle(*exact, None, 0.2)
+    toward = torch.randn(ours.shape, generator=torch.Generator().manual_seed(6)).bfloat16()
+    got = [ours, *torch.autograd.grad(ours, inputs, toward)]
+    want = [wanted, *torch.autograd.grad(wanted, exact, toward.double())]
+    for name, a, b in zip(("output", "dq", "dk", "dv"), got, want):
+        # BF16 rounds to 2^-9; probabilities and their gradients are rounded once each, outputs once more
+        assert (a.double() - b).norm() <= 2**-7.5 * b.norm(), name
+
+
+def test_keys_that_come_later_are_not_seen() -> None:
+    q, k, v = (x.detach() for x in qkv(torch.bfloat16, 48, 32, 300))
+    before = causal_attention(q, k, v, 0.2)
+    k[:, :, 200:], v[:, :, 200:] = 7.0, 1e4
+    after = causal_attention(q, k, v, 0.2)
+    assert torch.equal(after[:, :, :200], before[:, :, :200])
+    assert not torch.equal(after[:, :, 200:], before[:, :, 200:])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_the_batch_or_the_threads(threads: int) -> None:
+    inputs = qkv(torch.bfloat16, 48, 32, 300)
+    toward = torch.randn(2, 3, 300, 32, generator=torch.Generator().manual_seed(6)).bfloat16()
+
+    def run(part: slice) -> list[torch.Tensor]:
+        heads = [x.detach()[part].requires_grad_() for x in inputs]
+        out = causal_attention(*heads, 0.2)
+        return [out, *torch.autograd.grad(out, heads, toward[part])]
+
+    whole, held = run(slice(0, 2)), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for both, alone in zip(whole, run(slice(1, 2))):
+            assert torch.equal(both[1:], alone)
+    finally:
+        torch.set_num_threads(held)
 
 
 def test_grouped_heads_and_decoding_from_a_cache() -> None:
