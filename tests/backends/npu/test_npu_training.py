@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from helpers.micro import micro_document
 from helpers.npu_harness import cases as harness_cases
 from helpers.ranks import run_ranks
 from helpers.sharding import one_rank
 
+import quaver
+
+TIMED = {"tokens_per_s"}
 ODD = {"kv_lora_rank": 33}  # 49 rows of kv_a_proj_with_mqa: no two ranks can share them
 GEMMS = {"npu_quant_matmul", "npu_grouped_matmul"}
 OPERATORS = {
@@ -56,3 +62,21 @@ def test_two_ranks(where):
     cases = [{**case, **where} for case in TWO_RANKS]
     for case, answer in zip(cases, run_ranks("helpers.npu_harness.cases", "both_backends", cases, ranks=2)):
         check(answer, case)
+
+
+def test_the_trainer_and_its_ledger(where, tmp_path):
+    """A whole run by its config: the same lines of metrics, and the operators' names in the run's ledger."""
+    lines, kernels = {}, {}
+    for backend in ("reference", "npu"):
+        document = micro_document("mxfp8", where["corpus"], where["cache"])
+        changes = ["training.steps=2", f"low_precision.backend={backend}"]
+        with harness_cases.before_the_harness():
+            result = quaver.train(document, changes, out=tmp_path / backend)
+        read = [json.loads(line) for line in (result.dir / "metrics.jsonl").read_text().splitlines()]
+        lines[backend] = [{k: v for k, v in line.items() if k not in TIMED} for line in read]
+        ledger = json.loads((result.dir / "ledger.json").read_text())
+        assert ledger["ok"] is True
+        kernels[backend] = {entry["kernel"] for entry in ledger["entries"]}
+    assert lines["npu"] == lines["reference"]
+    assert len(lines["npu"]) == 3
+    assert kernels["npu"] == GEMMS
