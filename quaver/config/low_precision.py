@@ -123,15 +123,14 @@ def low_precision_class(formats: Sequence[FormatName]) -> type[LowPrecisionConfi
     names, scalings = [fmt for fmt, _ in pairs], list(dict.fromkeys(scaling for _, scaling in pairs))
     fields = LowPrecisionConfig.model_fields
 
+    a_format = Annotated[str, supported("format", *names, instead=_pairs(pairs))]
+    a_scaling = Annotated[str, supported("scaling", *scalings, instead=_pairs(pairs))]
+
     class Extended(LowPrecisionConfig):
         legal_pairs = pairs
         more_formats = tuple(formats)
-        format: Annotated[  # type: ignore[assignment]
-            str, supported("format", *names, instead=_pairs(pairs))
-        ] = Field("mxfp8_e4m3", description=fields["format"].description)
-        scaling: Annotated[str, supported("scaling", *scalings, instead=_pairs(pairs))] = Field(
-            "mx_block", description=fields["scaling"].description
-        )
+        format: a_format = Field("mxfp8_e4m3", description=fields["format"].description)  # type: ignore
+        scaling: a_scaling = Field("mx_block", description=fields["scaling"].description)  # type: ignore
 
     Extended.__name__ = LowPrecisionConfig.__name__
     Extended.__doc__ = LowPrecisionConfig.__doc__

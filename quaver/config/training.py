@@ -48,6 +48,9 @@ class TrainingConfig(Section):
         description="Step of the router's load-balancing bias after each optimiser step; 0 is off.",
     )
     tensorboard: bool = Field(False, description="Also write TensorBoard files, from the same metrics.")
+    device: Literal["cpu", "cuda", "npu"] | None = Field(
+        None, description="Where to train; null is the backend's own device, and the CPU for those that have none."
+    )
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of torch; null keeps torch's choice."
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,10 @@ class Batch:
     input_ids: torch.Tensor
     labels: torch.Tensor
     n_bytes: int | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return replace(self, input_ids=self.input_ids.to(device), labels=self.labels.to(device))
 
 
 class Loader:

@@ -41,11 +41,12 @@ def init_world(device_type: str = "cpu") -> bool:
     """
     if dist.is_initialized():
         return False
-    library = COLLECTIVES.get(device_type, "gloo")
+    # counts, decisions and checkpoints travel as CPU tensors whatever the device
+    library = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{COLLECTIVES[device_type]}"
     if launched_world_size() > 1:
         dist.init_process_group(library, timeout=TIMEOUT)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(library, store=dist.HashStore(), rank=0, world_size=1)
     return True
 
 

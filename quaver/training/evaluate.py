@@ -42,11 +42,12 @@ def validate(model: nn.Module, batches: Iterable[Batch], *, rank: int = 0, ranks
     held = list(batches)
     rounds = -(-len(held) // ranks)
     mine = torch.zeros(rounds, dtype=torch.float64)
+    device = next(model.parameters()).device
     with evaluating(model):
         for turn in range(rounds):
             # a forward pass takes all ranks, so one without a batch left runs the last one again, uncounted
             batch = held[min(turn * ranks + rank, len(held) - 1)]
-            mine[turn] = token_nats(model, batch).double()
+            mine[turn] = token_nats(model, batch.to(device)).double()
     nats = 0.0
     for value in gather_rows(mine).t().flatten().tolist()[: len(held)]:
         nats += value
@@ -74,11 +75,11 @@ def continuation(
     """
     generator = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
-    start = len(ids)
+    start, device = len(ids), next(model.parameters()).device
     with evaluating(model):
         for _ in range(tokens):
-            context = torch.tensor([ids[-window:]])
-            logits = model(input_ids=context, use_cache=False).logits[0, -1].float()
+            context = torch.tensor([ids[-window:]], device=device)
+            logits = model(input_ids=context, use_cache=False).logits[0, -1].float().cpu()
             logits = logits[: tokenizer.vocab_size]  # the model's vocabulary may be rounded up
             if not bool(torch.isfinite(logits).all()):
                 return tokenizer.decode(ids[start:]) + " [logits are not finite]"

@@ -21,6 +21,7 @@ from quaver.data.sources import Source, find_sources
 from quaver.distributed import check_shard_size, launched_world_size
 from quaver.errors import CapabilityError, ConfigError
 from quaver.low_precision import FormatExtension, low_precision_modules
+from quaver.training.device import training_device
 from quaver.training.memory import available_memory
 from quaver.training.metrics import require_tensorboard
 from quaver.training.run_folder import why_not_writable
@@ -49,6 +50,7 @@ def dry_run(
         ConfigError, PlanError, CapabilityError: what the run itself would end with.
     """
     check_threads(config.training.num_threads)
+    training_device(config, formats)
     assembly = plan_on_meta(config, formats)
     world = ranks if ranks is not None else (config.fsdp_config.dp_shard_size or launched_world_size())
     shards = check_shard_size(config.fsdp_config.dp_shard_size, world)

@@ -32,6 +32,7 @@ from quaver.errors import LedgerError, NonFiniteError, QuaverError
 from quaver.low_precision import FormatExtension
 from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
+from quaver.training.device import training_device
 from quaver.training.disk import not_written, write_json
 from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import REPORT, Observer, RunResult, RunStart, Silent
@@ -122,6 +123,7 @@ class Trainer:
 
     def run(self, out: str | os.PathLike[str] | None = None, *, resume: bool = False) -> RunResult:
         """Prepares, builds and trains; the folder is made once nothing but training can fail."""
+        self.device = training_device(self.config, self.formats)
         started = init_world(self.device.type)
         try:
             return self._run(out, resume)
@@ -305,7 +307,7 @@ class Trainer:
 
     def _one_step(self, metrics: MetricsWriter) -> StepResult:
         config, start = self.config, time.perf_counter()
-        batches = [self.loader.next() for _ in range(config.gradient_accumulation_steps)]
+        batches = [self.loader.next().to(self.device) for _ in range(config.gradient_accumulation_steps)]
         progress = self.progress
         lr = scheduled_lr(progress.updates, config.training.steps, config.optimizer)
         result = train_step(self.assembly, batches, lr=lr, clip_norm=config.optimizer.clip_norm)
