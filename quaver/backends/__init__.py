@@ -1,7 +1,7 @@
 """Backends: what quantises and multiplies in eight bits, the contract they share, and the ledger.
 
-Reading order: contract.py, ledger.py, codecs.py, reference.py. May import: torch, formats, config (types),
-errors.
+Reading order: contract.py, ledger.py, codecs.py, reference.py; npu/ and cuda/ are imported only where they are chosen.
+May import: torch, formats, config (types), errors.
 """
 
 from quaver.backends.codecs import BUILTIN_CODECS, Codec

@@ -74,11 +74,16 @@ def test_the_reference_backend_is_chosen_by_name_and_keeps_the_ledger():
 
 
 @pytest.mark.parametrize("name", ["npu", "cuda"])
-def test_other_backends_are_refused_by_name(name):
-    with pytest.raises(
-        CapabilityError, match=rf"(?s)not supported: backend '{name}'.*low_precision\.backend"
-    ):
-        backend_for(LowPrecisionConfig(enabled=True, backend=name), Ledger())
+def test_another_backend_is_asked_for_its_device(name, monkeypatch):
+    from quaver.backends.cuda import CudaFacts, device
+    from quaver.backends.npu import DeviceFacts, backend
+
+    monkeypatch.setattr(backend, "probe", lambda: DeviceFacts(trouble="there is none"))
+    monkeypatch.setattr(device, "probe", lambda: CudaFacts(trouble="there is none"))
+    config = LowPrecisionConfig(enabled=True, backend=name)
+    with pytest.raises(CapabilityError, match=rf"(?s)backend {name} cannot run.*none.*low_precision\.backend"):
+        backend_for(config, Ledger())
+    assert backend_for(config, Ledger(), check=False).name == name  # a plan needs no device
 
 
 def test_a_format_without_a_codec_is_refused_before_anything_runs():

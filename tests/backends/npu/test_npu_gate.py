@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from helpers import npu_harness
 from torch import nn
@@ -36,6 +38,20 @@ def refusal(facts, **keys) -> CapabilityError:
 @pytest.fixture(autouse=True)
 def registered():
     npu_harness.install()
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """installed(source): a module torch_npu with that source can be imported, until the test ends."""
+    monkeypatch.setitem(sys.modules, "torch_npu", None)  # remembered, so that nothing stays behind
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source):
+        (tmp_path / "torch_npu.py").write_text(source)
+        del sys.modules["torch_npu"]
+
+    yield write
+    sys.modules.pop("torch_npu", None)
 
 
 @pytest.mark.parametrize("name", ["Ascend950PR_9599", "Ascend910_9589"])
@@ -86,36 +102,29 @@ def test_no_torch_npu(monkeypatch):
     assert "docs/ascend.md" in error.remedy
 
 
-def test_a_torch_npu_without_cann_says_why(monkeypatch, tmp_path):
-    (tmp_path / "torch_npu.py").write_text(
-        "raise ImportError('libhccl.so: cannot open shared object file\\nand more')\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_torch_npu_without_cann_says_why(installed):
+    installed("raise ImportError('libhccl.so: cannot open shared object file\\nand more')\n")
     error = refusal(probe())
     assert "torch_npu cannot be imported (ImportError: libhccl.so: cannot open shared object file)" in error.what
 
 
-def test_a_torch_npu_without_a_device(monkeypatch, tmp_path):
-    (tmp_path / "torch_npu.py").write_text(
+def test_a_torch_npu_without_a_device(installed):
+    installed(
         "from types import SimpleNamespace as N\nhifloat8, float8_e4m3fn, float8_e8m0fnu = 290, 292, 293\n"
         "npu = N(is_available=lambda: False, utils=N(get_cann_version=lambda: '9.1.0'))\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(device.importlib.import_module("sys").modules, "torch_npu", raising=False)
     facts = probe()
     assert facts.tags == npu_harness.facts().tags
     assert facts.versions["cann"] == "9.1.0"
     assert "torch_npu finds no device" in refusal(facts).what
 
 
-def test_a_device_that_answers(monkeypatch, tmp_path):
-    (tmp_path / "torch_npu.py").write_text(
+def test_a_device_that_answers(installed):
+    installed(
         "from types import SimpleNamespace as N\nhifloat8, float8_e4m3fn, float8_e8m0fnu = 290, 292, 293\n"
         "npu = N(is_available=lambda: True, get_device_name=lambda: 'Ascend950DT_9582',\n"
         "        utils=N(get_cann_version=lambda: '9.1.0', get_soc_version=lambda: 260))\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(device.importlib.import_module("sys").modules, "torch_npu", raising=False)
     facts = probe()
     assert (facts.name, facts.soc_version, facts.device_type) == ("Ascend950DT_9582", 260, "npu")
     assert facts.ops == npu_harness.facts().ops
