@@ -10,7 +10,7 @@ Touched, and why (torch 2.13):
 - `_training_state` of both and `FSDPState._is_root`: a pass that raised leaves them inside it.
 - `torch._C._current_graph_task_id()`: the phase is not passed in. The id is right for pre-backward, backward
   prefetch and recompute; the group's training state is wrong under recompute.
-May import: torch, errors, gather.
+May import: torch, errors, gather, one_rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from quaver.distributed.gather import PROTOCOL, FSDPGatherContext
+from quaver.distributed.gather import PROTOCOL, FSDPGatherContext, GatherMetadata, check_own_part
+from quaver.distributed.one_rank import InPlaceReduceScatter
 from quaver.errors import CapabilityError, PlanError, StaleWeightError
 
 SUPPORTED_TORCH = (2, 13)
@@ -58,6 +59,7 @@ class FSDPBinding:
         self._group = weakref.ref(group)
         self.fqn = fqn
         self.last_fields: tuple[str, ...] | None = None
+        self._settled: set[tuple[str, ...]] = set()
 
     def context(self) -> FSDPGatherContext:
         """The context of the gather that is about to start."""
@@ -77,6 +79,21 @@ class FSDPBinding:
         if param is not None and self.last_fields != fields:
             param.all_gather_outputs.clear()
             self.last_fields = fields
+
+    def unsettled(self, fields: tuple[str, ...]) -> bool:
+        """True until a gather of these fields was held against what this rank sent."""
+        return fields not in self._settled
+
+    def check_arrival(
+        self, outputs: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...], metadata: GatherMetadata, rank: int
+    ) -> None:
+        """Holds a first gather of some fields against what this rank sent; GatherError if they differ.
+
+        It costs one comparison a parameter and set of fields. A weight two of whose fields hold the same values
+        (all zeros, say) is looked at again at its next gather.
+        """
+        if check_own_part(outputs, sent, metadata, rank, self.fqn):
+            self._settled.add(tuple(schema.field for schema in metadata.sent))
 
 
 class FSDPExtension:
@@ -101,16 +118,21 @@ class FSDPExtension:
                 remedy="call quaver.attach(optimizer, model) after fully_shard (quaver.refresh(model) to infer)",
             )
         tensors, metadata = self.pre_all_gather(binding.context(), outer_size, mesh.size())  # type: ignore[attr-defined]
-        binding.announce_fields(tuple(sent.field for sent in metadata.sent))
+        fields = tuple(sent.field for sent in metadata.sent)
+        binding.announce_fields(fields)
         # with one rank torch copies only the first tensor and gathers nothing: the local ones are the whole
-        local = tensors if mesh.size() == 1 else None
-        return tensors, (metadata, local)
+        if mesh.size() == 1:
+            return tensors, (metadata, tensors, None)
+        held_against = (tensors, mesh.get_local_rank()) if binding.unsettled(fields) else None
+        return tensors, (metadata, None, held_against)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """torch's hook after a gather: (whole tensor, tensors to free on reshard), or None with `out`."""
-        plain, local = metadata
+        plain, local, held_against = metadata
+        if held_against is not None and self.fsdp_binding is not None:
+            self.fsdp_binding.check_arrival(outputs, held_against[0], plain, held_against[1])
         whole = self.post_all_gather(outputs if local is None else local, plain, out, param_dtype)  # type: ignore[attr-defined]
         if out is not None:
             return None
@@ -144,7 +166,10 @@ def shard_module(
         mp_policy=mp_policy,
         ignored_params=replicated,
     )
-    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    if mesh.size() == 1:
+        module.set_custom_reduce_scatter(InPlaceReduceScatter())  # type: ignore[operator]
+    else:
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
     module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
 
 
