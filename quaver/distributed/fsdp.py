@@ -85,7 +85,11 @@ class FSDPBinding:
         return fields not in self._settled
 
     def check_arrival(
-        self, outputs: tuple[torch.Tensor, ...], sent: tuple[torch.Tensor, ...], metadata: GatherMetadata, rank: int
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        sent: tuple[torch.Tensor, ...],
+        metadata: GatherMetadata,
+        rank: int,
     ) -> None:
         """Holds a first gather of some fields against what this rank sent; GatherError if they differ.
 

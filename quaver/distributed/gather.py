@@ -18,7 +18,7 @@ Phase = Literal["forward", "backward"]
 
 
 class GatherError(QuaverError):
-    """What came back from a gather is not what was sent: number, order, shape or dtype."""
+    """What came back from a gather is not what was sent: number, order, shape, dtype or this rank's own part."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ def schema_of(fields: dict[str, torch.Tensor]) -> tuple[PhysicalSchema, ...]:
 def check_outputs(
     outputs: tuple[torch.Tensor, ...], metadata: GatherMetadata, fqn: str
 ) -> dict[str, torch.Tensor]:
-    """Gathered tensors by field name; GatherError if number, order (by shape and dtype), shape or dtype differ."""
+    """Gathered tensors by field name; GatherError if number, shape or dtype differ.
+
+    That tells an order of tensors that are alike in neither; `check_own_part` tells any other.
+    """
     if len(outputs) != len(metadata.sent):
         raise GatherError(
             f"gathered {len(outputs)} physical tensors, {len(metadata.sent)} were sent",
@@ -107,3 +110,54 @@ def check_outputs(
             )
         fields[sent.field] = tensor
     return fields
+
+
+def check_own_part(
+    outputs: tuple[torch.Tensor, ...],
+    sent: tuple[torch.Tensor, ...],
+    metadata: GatherMetadata,
+    rank: int,
+    fqn: str,
+) -> bool:
+    """Holds this rank's part of each gathered tensor against what it sent, bit for bit.
+
+    Two fields of one shape and dtype that came back in each other's place, or ranks in another order, are seen
+    here alone. It reads every value and waits for the device, so it is meant for a first gather, not for each.
+
+    Args:
+        outputs: what came back, [ranks * n, ...] each.
+        sent: what this rank sent, [n, ...] each, in the order of the metadata.
+        metadata: of this gather.
+        rank: this rank's number in the shard group.
+        fqn: the parameter, for the error.
+
+    Returns:
+        True if this settles the order: no two fields that could be taken for each other hold the same values.
+
+    Raises:
+        GatherError: naming the field.
+    """
+    fields = check_outputs(outputs, metadata, fqn)
+    own = dict(zip(fields, sent, strict=True))
+    for name, local in own.items():
+        rows = local.shape[0] if local.ndim else 1
+        part = fields[name][rank * rows : (rank + 1) * rows].reshape(local.shape)
+        if not _same_bits(part, local):
+            taken = next((o for o, t in own.items() if o != name and _same_bits(part, t)), None)
+            raise GatherError(
+                f"rank {rank}'s own part of the gathered {name} is "
+                + (f"its {taken}" if taken else "not what it sent"),
+                where=fqn,
+                remedy="the collective library, or what lies between the two hooks of the gather, mixes up order",
+            )
+    names = list(own)
+    return not any(
+        _same_bits(own[one], own[other]) for i, one in enumerate(names) for other in names[i + 1 :]
+    )
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True for one shape, one dtype and one pattern of bits; a NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

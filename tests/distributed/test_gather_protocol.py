@@ -28,6 +28,7 @@ from quaver.distributed import (
     schema_of,
     shard_module,
 )
+from quaver.distributed.gather import check_own_part
 from quaver.errors import CapabilityError, PlanError, StaleWeightError
 from quaver.low_precision import (
     HiF8Tensor,
@@ -348,3 +349,107 @@ def test_every_physical_tensor_is_shardable_on_dimension_zero(recipe_id, kind):
         if schema.field != "scale" or kind == "grouped":
             assert 2 * sent.shape[0] == alone.shape[0]
             assert sent.shape[1:] == alone.shape[1:]
+
+
+def both(fields):
+    """Two ranks' parts of the same fields, the second rank's with other values; and what a gather makes of them."""
+    first = tuple(fields.values())
+    second = tuple(t.flip(0) + 1 for t in first)
+    return first, second, tuple(torch.cat(pair) for pair in zip(first, second))
+
+
+ALIKE = {
+    "row_data": torch.arange(128, dtype=torch.uint8).view(4, 32),
+    "row_scale": torch.arange(4, dtype=torch.uint8).view(4, 1),
+    "col_data": torch.arange(1, 129, dtype=torch.uint8).view(4, 32),
+    "scale": torch.tensor([0.5]),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fields_that_are_alike_are_told_apart_by_this_ranks_own_part(rank):
+    first, second, outputs = both(ALIKE)
+    sent, meta = (first, second)[rank], metadata(fields=ALIKE)
+    assert check_own_part(outputs, sent, meta, rank, "block.w") is True
+    swapped = (outputs[2], outputs[1], outputs[0], outputs[3])
+    assert list(check_outputs(swapped, meta, "block.w")) == list(ALIKE)  # shapes and dtypes tell nothing
+    said = rf"(?s)rank {rank}'s own part of the gathered row_data is its col_data.*block\.w"
+    with pytest.raises(GatherError, match=said):
+        check_own_part(swapped, sent, meta, rank, "block.w")
+
+
+def test_ranks_in_another_order_and_a_value_that_was_changed_are_seen():
+    first, second, outputs = both(ALIKE)
+    meta = metadata(fields=ALIKE)
+    turned = tuple(torch.cat([b, a]) for a, b in zip(first, second))
+    with pytest.raises(GatherError, match=r"(?s)own part of the gathered row_data is not what it sent.*block\.w"):
+        check_own_part(turned, first, meta, 0, "block.w")
+    for index, name in enumerate(ALIKE):
+        changed = [t.clone() for t in outputs]
+        changed[index].view(torch.uint8).view(-1)[0] ^= 1
+        with pytest.raises(GatherError, match=rf"(?s)own part of the gathered {name} is not"):
+            check_own_part(tuple(changed), first, meta, 0, "block.w")
+        check_own_part(tuple(changed), second, meta, 1, "block.w")  # another rank's part is that rank's to hold
+
+
+def test_fields_that_hold_the_same_values_settle_nothing():
+    same = {"row_data": torch.zeros(4, 32), "col_data": torch.zeros(4, 32), "nan": torch.full((2,), torch.nan)}
+    sent = tuple(same.values())
+    outputs = tuple(torch.cat([t, t]) for t in sent)
+    assert check_own_part(outputs, sent, metadata(fields=same), 0, "w") is False
+    other = {**same, "col_data": torch.full((4, 32), -0.0)}
+    sent = tuple(other.values())
+    assert check_own_part(tuple(torch.cat([t, t]) for t in sent), sent, metadata(fields=other), 0, "w") is True
+
+
+class TwoRanks:
+    """As much of a mesh as a gather's hooks ask for."""
+
+    def size(self):
+        return 2
+
+    def get_local_rank(self):
+        return 1
+
+
+def through_hooks(parts, swap=False):
+    """One gather as torch makes it, seen on the last of two ranks."""
+    mesh, shape = TwoRanks(), torch.Size((64, 64))
+    sent = [part.fsdp_pre_all_gather(mesh, shape, (64, 1), nn.Linear(64, 64), PARAMS_BF16) for part in parts]
+    outputs = [torch.cat(column) for column in zip(*(tensors for tensors, _ in sent))]
+    if swap:
+        outputs[0], outputs[2] = outputs[2], outputs[0]
+    return parts[1].fsdp_post_all_gather(tuple(outputs), sent[1][1], torch.bfloat16)
+
+
+def bound_shards(group):
+    parts = shards(FLOOR, torch.randn(64, 64), "dense")
+    for part in parts:
+        part.fsdp_binding = FSDPBinding(group, group, "block.w")
+    return parts
+
+
+def test_codes_in_each_others_place_are_refused_at_the_first_gather():
+    group = Group()
+    group._reshard_after_forward = False  # a forward that gathers both directions
+    parts = bound_shards(group)
+    with pytest.raises(GatherError, match=r"(?s)rank 1's own part of the gathered row_data is its col_data.*block\.w"):
+        through_hooks(parts, swap=True)
+    assert through_hooks(parts)[0].shape == (64, 64)
+
+
+def test_each_set_of_fields_is_looked_at_once(monkeypatch):
+    looked = []
+
+    def noted(outputs, sent, meta, rank, fqn):
+        looked.append((fqn, tuple(s.field for s in meta.sent)))
+        return check_own_part(outputs, sent, meta, rank, fqn)
+
+    monkeypatch.setattr("quaver.distributed.fsdp.check_own_part", noted)
+    group = Group()
+    parts = bound_shards(group)
+    for reshard in (True, False, True, False, True):  # row alone, both directions, and so on
+        group._reshard_after_forward = reshard
+        through_hooks(parts)
+    row = ("row_data", "row_scale")
+    assert looked == [("block.w", row), ("block.w", (*row, "col_data", "col_scale"))]
