@@ -4,10 +4,11 @@ Reading order: views.py (what is saved), state.py, manager.py, publish.py (a sav
 manifest.py, find.py (which one a run starts from), load.py.
 """
 
-from quaver.checkpoint.find import Found, find_latest, locate
-from quaver.checkpoint.load import Loaded, load
+from quaver.checkpoint.find import Found, find_latest, is_checkpoint, locate, look_for
+from quaver.checkpoint.load import Loaded, load, read_run
 from quaver.checkpoint.manager import CheckpointManager
 from quaver.checkpoint.manifest import Manifest, verify
+from quaver.checkpoint.model_config import meaning_of
 from quaver.checkpoint.publish import Phase
 from quaver.checkpoint.ranks import Ranks
 from quaver.checkpoint.state import Stateful, TrainState
@@ -23,9 +24,13 @@ __all__ = [
     "Stateful",
     "TrainState",
     "find_latest",
+    "is_checkpoint",
     "load",
     "locate",
+    "look_for",
+    "meaning_of",
     "model_view",
     "optimizer_view",
+    "read_run",
     "verify",
 ]

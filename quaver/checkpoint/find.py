@@ -105,15 +105,34 @@ def locate(path: Path | str, ranks: Ranks | None = None) -> Found:
         return Found(path, verify(path, ranks))
     found = find_latest(path / CHECKPOINTS if kind == "run" else path, ranks)
     if found is None:
-        raise cannot_start(
-            "there is no checkpoint",
-            where=path,
-            remedy="name a run that saved one (checkpoint.every), or one of its checkpoints",
-        )
+        raise _nothing_saved(path)
     return found
 
 
+def look_for(path: Path | str) -> None:
+    """What `locate` can tell without reading tensors: CheckpointError, exit code 2, where nothing is there."""
+    path = Path(path)
+    if not path.exists():
+        raise cannot_start("there is no such path", where=path, remedy="name a run, or one of its checkpoints")
+    kind = _kind(path)
+    if kind != "checkpoint" and not _look(path / CHECKPOINTS if kind == "run" else path)[0]:
+        raise _nothing_saved(path)
+
+
+def _nothing_saved(path: Path) -> CheckpointError:
+    return cannot_start(
+        "there is no checkpoint",
+        where=path,
+        remedy="name a run that saved one (checkpoint.every), or one of its checkpoints",
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True for the folder of one checkpoint, whole or not."""
+    return (path / MANIFEST).is_file() or (step_of(path) is not None and path.is_dir())
+
+
 def _kind(path: Path) -> str:
-    if (path / MANIFEST).is_file() or (step_of(path) is not None and path.is_dir()):
+    if is_checkpoint(path):
         return "checkpoint"
     return "run" if (path / CHECKPOINTS).is_dir() else "folder"

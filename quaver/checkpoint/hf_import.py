@@ -3,7 +3,7 @@
 A model asks for FQNs and shapes and gets exact FP32 upcasts, one tensor at a time, so that a sharded build needs
 memory for one. `check` holds all headers against all wishes before anything is allocated; `finish` says what
 became of every key, and raises where one was not read.
-May import: models (the config reader), this room's `hf_folder`, `hf_layout` and `hf_match`.
+May import: models (the config reader), this room's `hf_folder`, `hf_layout`, `hf_match` and `model_config`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ from transformers import PreTrainedConfig
 from quaver.checkpoint.hf_folder import file_inside, open_folder
 from quaver.checkpoint.hf_layout import piece_of
 from quaver.checkpoint.hf_match import Matcher, Part, Reads
+from quaver.checkpoint.model_config import differences, meaning_of
 from quaver.models import load_hf_config
 
 Shapes = Mapping[str, Sequence[int]]
 
 _CHUNK_BYTES = 64 << 20  # what is read at a time of a large tensor
-# fields of a config that do not decide what the weights mean
-_HARMLESS = {
-    *("architectures", "dtype", "transformers_version", "id2label", "label2id", "problem_type"),
-    *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "num_nextn_predict_layers", "return_dict"),
-    *("initializer_range", "attention_dropout", "pretraining_tp", "chunk_size_feed_forward"),
-    *("output_router_logits", "output_attentions", "output_hidden_states", "is_encoder_decoder"),
-}
 
 
 @dataclass(frozen=True)
@@ -96,11 +90,7 @@ class HFSource:
         """
         if self.config is None:
             return {}
-        mine, given = self.config.to_dict(), hf_config.to_dict()
-        names = sorted((mine.keys() | given.keys()) - _HARMLESS)
-        return {
-            name: (mine.get(name), given.get(name)) for name in names if mine.get(name) != given.get(name)
-        }
+        return differences(meaning_of(self.config), meaning_of(hf_config))
 
     def check(self, shapes: Shapes, *, whole: frozenset[str] = frozenset()) -> None:
         """Holds the headers against all that a model will ask for, before anything is allocated.

@@ -21,6 +21,7 @@ from quaver.checkpoint.files import cannot_start
 from quaver.checkpoint.index import Index, read_index
 from quaver.checkpoint.keys import check_keys, tolerated_keys, wanted_keys
 from quaver.checkpoint.manifest import Manifest, read_manifest, verify
+from quaver.checkpoint.model_config import differences, told
 from quaver.checkpoint.ranks import Ranks
 from quaver.checkpoint.state import (
     STATE,
@@ -57,7 +58,7 @@ class Loaded:
     Attributes:
         step: the checkpoint's step.
         progress: the counters that were saved.
-        recipe, config_digest, world_size: those of the run that saved it.
+        recipe, config_digest, world_size, tokens_per_step: those of the run that saved it.
         rng: whether the random generators were set; with another number of ranks they cannot be.
     """
 
@@ -66,6 +67,7 @@ class Loaded:
     recipe: str | None
     config_digest: str
     world_size: int
+    tokens_per_step: int
     rng: bool
 
 
@@ -94,7 +96,7 @@ def load(
 
     Raises:
         CheckpointError: exit code 2; a damaged file, a missing or extra key, another shape or dtype, another
-            tokeniser, other routers.
+            model of the same shapes, another tokeniser, other routers.
         ConfigError: the data is not that of the saved run.
     """
     folder, ranks = Path(folder), Ranks(group)
@@ -115,8 +117,15 @@ def load(
         recipe=checked.run.recipe,
         config_digest=checked.run.config_digest,
         world_size=checked.run.world_size,
+        tokens_per_step=checked.run.tokens_per_step,
         rng=own is not None,
     )
+
+
+def read_run(folder: Path | str) -> RunRecord:
+    """What a checkpoint says of the run that saved it; CheckpointError with exit code 2 where it cannot be read."""
+    folder = Path(folder)
+    return read_record(read_manifest(folder).file(folder, STATE), RunRecord)
 
 
 @torch.no_grad()
@@ -150,8 +159,7 @@ def _check(
     index = read_index(folder, manifest)
     check_keys(index, wanted_keys(state.model, states), tolerated_keys(state.model, optimizer), folder)
     run = read_record(manifest.file(folder, STATE), RunRecord)
-    told = (manifest.step, manifest.world_size, manifest.recipe)
-    if (run.step, run.world_size, run.recipe) != told:
+    if (run.step, run.world_size, run.recipe) != (manifest.step, manifest.world_size, manifest.recipe):
         raise cannot_start("the manifest and state.json speak of two different saves", where=folder)
     if run.tokenizer_digest != state.tokenizer_digest:
         raise cannot_start(
@@ -159,6 +167,13 @@ def _check(
             where=f"{folder / STATE}: tokenizer_digest {run.tokenizer_digest[:12]}, "
             f"this run's is {state.tokenizer_digest[:12]}",
             remedy="set data.tokenizer (and data.sources, for bpe) to those of the saved run",
+        )
+    other = differences(run.architecture, state.architecture)
+    if other:
+        raise cannot_start(
+            f"the checkpoint is of another model, though its shapes fit: {told(other)}",
+            where=folder / STATE,
+            remedy="use the model that was saved (model.config_overrides)",
         )
     same = ranks.size == manifest.world_size
     own = read_record(manifest.file(folder, rank_file(ranks.rank)), RankRecord) if same else None

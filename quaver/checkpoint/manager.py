@@ -127,6 +127,12 @@ class CheckpointManager:
                 dist.destroy_process_group(group)
             self._groups.clear()
 
+    def abandon(self) -> None:
+        """Leaves a save in flight as it is, for the next start to clean up; nothing is waited for or let go of."""
+        self._pending = None
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
     def __enter__(self) -> CheckpointManager:
         return self
 

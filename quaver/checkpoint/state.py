@@ -10,7 +10,7 @@ import base64
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -48,6 +48,8 @@ class TrainState:
         recipe: id of the low-precision recipe; None where low precision is off.
         config_digest: of the run's config; given back when loading, not compared.
         tokenizer_digest: of the tokeniser; a checkpoint of another one is refused.
+        architecture: `meaning_of` the model's config; a checkpoint of a model with another one is refused.
+        tokens_per_step: label tokens of one step over all ranks; given back when loading, not compared.
         loader: the training loader, whose cursor is one for all ranks.
         router_bias: its token counts; the biases themselves are buffers of the model.
     """
@@ -58,6 +60,8 @@ class TrainState:
     recipe: str | None
     config_digest: str
     tokenizer_digest: str
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_step: int = 0
     loader: Stateful | None = None
     router_bias: Stateful | None = None
 
@@ -79,6 +83,8 @@ class RunRecord(_Record):
     recipe: str | None
     config_digest: str
     tokenizer_digest: str
+    architecture: dict[str, Any]
+    tokens_per_step: int
     progress: dict[str, Any]
     loader: dict[str, Any] | None
 
@@ -91,6 +97,8 @@ class RunRecord(_Record):
             recipe=state.recipe,
             config_digest=state.config_digest,
             tokenizer_digest=state.tokenizer_digest,
+            architecture=dict(state.architecture),
+            tokens_per_step=state.tokens_per_step,
             progress=dict(state.progress),
             loader=dict(state.loader.state_dict()) if state.loader is not None else None,
         )

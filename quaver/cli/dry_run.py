@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from quaver.config import RunConfig
 
 
-def check(config: RunConfig, nproc: int | None, out_dir: Path | None) -> dict[str, Any]:
+def check(
+    config: RunConfig, nproc: int | None, out_dir: Path | None, *, resume: bool = False
+) -> dict[str, Any]:
     """Every check that needs no training; the folder and the token cache are not made.
 
     Args:
@@ -28,6 +30,7 @@ def check(config: RunConfig, nproc: int | None, out_dir: Path | None) -> dict[st
         nproc: ranks, all of them on this machine; None: those that a launcher started, else
             `fsdp_config.dp_shard_size`, else 1.
         out_dir: the run's folder, if it was named.
+        resume: it may exist.
 
     Raises:
         ConfigError, PlanError, CapabilityError: what the run itself would end with.
@@ -35,7 +38,7 @@ def check(config: RunConfig, nproc: int | None, out_dir: Path | None) -> dict[st
     from quaver.data.sources import find_sources
     from quaver.distributed import launched_world_size, local_ranks
     from quaver.planning import plan_report, ranks_of
-    from quaver.training import check_documents, check_run_folder, dry_run
+    from quaver.training import check_documents, check_run_folder, dry_run, find_run_folder
 
     here = nproc
     if nproc is None and launched_world_size() > 1:
@@ -43,7 +46,8 @@ def check(config: RunConfig, nproc: int | None, out_dir: Path | None) -> dict[st
     ranks, shards = ranks_of(config, nproc)
     if here is None and ranks == 1:
         here = 1  # else nobody knows yet how many machines share the ranks
-    check_run_folder(out_dir)
+    if not (resume and find_run_folder(config.name, out_dir)):
+        check_run_folder(out_dir)
     assembly = dry_run(config, ranks, here)
     check_documents(config.data, assembly.hf_config.vocab_size)
     report = plan_report(assembly, ranks, shards)

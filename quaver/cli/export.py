@@ -19,7 +19,9 @@ LAYOUTS = ("per_expert", "fused")
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that saved checkpoints.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run that saved checkpoints, or of one of them.")
+    ],
     out_dir: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder to write; must not exist yet.")
     ],
@@ -31,21 +33,22 @@ def export(
 ) -> None:
     """Write a run's model as a Hugging Face folder: safetensors, config and tokeniser.
 
+    The newest checkpoint that is whole is taken, or the one that is named.
+
     Example: quaver export runs/tiny-mxfp8 --out exported --dtype float32
     """
     for name, value, known in (("--dtype", dtype, DTYPES), ("--experts", experts, LAYOUTS)):
         if value not in known:
             raise ConfigError(f"{value!r} is not one of {', '.join(known)}", where=name)
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not the folder of a run: it has no config.yaml", where="RUN")
     with stdout_kept_clean(as_json):
         from quaver.training.export import export_run
 
-        report = export_run(run, out_dir, dtype=dtype, experts=experts, on_message=note)
+        done = export_run(run, out_dir, dtype=dtype, experts=experts, on_message=note)
     if as_json:
-        write_json(report.as_json())
+        write_json(done.as_json())
         return
-    console = out()
+    console, report = out(), done.report
+    console.print(printable(f"step {done.step} of {done.checkpoint.parent.parent}"), markup=False, soft_wrap=True)
     size = sum(report.files.values()) / 2**20
     console.print(
         f"{len(report.weight_map)} tensors, {size:,.1f} MiB, {report.dtype}, experts {report.experts}"

@@ -83,7 +83,7 @@ def train(
         if dry_run:
             from quaver.cli.dry_run import check, show
 
-            document = check(run_config, nproc, out_dir)
+            document = check(run_config, nproc, out_dir, resume=resume)
         else:
             result, observer = _train(run_config, out_dir, resume)
     if dry_run:

@@ -4,7 +4,7 @@ from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import Observer, RunResult, RunStart, Silent
 from quaver.training.metrics import encode_number
 from quaver.training.preflight import check_documents, dry_run
-from quaver.training.run_folder import check_run_folder, create_run_folder
+from quaver.training.run_folder import check_run_folder, create_run_folder, find_run_folder
 from quaver.training.step import StepResult, scheduled_lr, token_nats, train_step
 from quaver.training.trainer import Trainer, resolve, train
 
@@ -22,6 +22,7 @@ __all__ = [
     "create_run_folder",
     "dry_run",
     "encode_number",
+    "find_run_folder",
     "resolve",
     "scheduled_lr",
     "token_nats",

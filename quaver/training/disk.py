@@ -6,6 +6,7 @@ May import: errors.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,13 +33,37 @@ def not_written(path: Path, error: OSError) -> RunFolderError:
     )
 
 
-def write_json(path: Path, document: Any) -> None:
-    """One JSON document, written beside and renamed, so that no reader sees half of it.
+def write_text(path: Path, text: str) -> None:
+    """A whole file, written beside, flushed to disk and renamed, so that nothing ever finds half of it.
 
     Raises:
         RunFolderError: the system refused.
     """
     beside = path.with_name(path.name + ".part")
     with writing(path):
-        beside.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """One JSON document; as `write_text`."""
+    write_text(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def flush(path: Path) -> None:
+    """Sees to it that what was written to a file, if there is one, survives a power cut.
+
+    Raises:
+        RunFolderError: the system refused.
+    """
+    if not path.exists():
+        return
+    with writing(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

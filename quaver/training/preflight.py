@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quaver.assembly import Assembly, plan_on_meta
+from quaver.checkpoint import look_for
 from quaver.config import DataConfig, RunConfig
 from quaver.data import check_data, prepare_data
 from quaver.data.documents import read_documents
@@ -51,6 +52,7 @@ def dry_run(
     """
     check_threads(config.training.num_threads)
     training_device(config, formats)
+    check_start(config)
     assembly = plan_on_meta(config, formats)
     world = ranks if ranks is not None else (config.fsdp_config.dp_shard_size or launched_world_size())
     shards = check_shard_size(config.fsdp_config.dp_shard_size, world)
@@ -65,6 +67,24 @@ def dry_run(
     for step in (0, config.training.steps - 1):
         scheduled_lr(step, config.training.steps, config.optimizer)
     return assembly
+
+
+def check_start(config: RunConfig) -> None:
+    """What can be told of `checkpoint.load_from` without reading tensors.
+
+    Raises:
+        ConfigError: `model.init_from` beside it. CheckpointError: exit code 2; nothing is there.
+    """
+    source = config.checkpoint.load_from
+    if source is None:
+        return
+    if config.model is not None and config.model.init_from is not None:
+        raise ConfigError(
+            "both name where the weights come from",
+            where="checkpoint.load_from and model.init_from",
+            remedy="keep one of them: a run's masters, or a Hugging Face folder",
+        )
+    look_for(source)
 
 
 def check_threads(wanted: int | None) -> None:

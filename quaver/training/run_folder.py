@@ -17,7 +17,7 @@ from quaver.backends import native
 from quaver.config import RunConfig, dump_yaml
 from quaver.data import LibraryTokenizer, Tokenizer
 from quaver.errors import ConfigError
-from quaver.training.disk import write_json, writing
+from quaver.training.disk import write_json, write_text
 
 RUNS = Path("runs")
 _PACKAGES = ("quaver", "torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic")
@@ -120,18 +120,12 @@ def environment(config: RunConfig, device: torch.device, **more: Any) -> dict[st
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """The resolved config, re-runnable as it is; ConfigError where the folder cannot be written."""
-    path = folder / "config.yaml"
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_text(dump_yaml(config), encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"the run's folder cannot be written: {error.strerror or error}",
-            where=str(path),
-            remedy="make it writable, or name another place with --out",
-        ) from error
+    """The resolved config, re-runnable as it is.
+
+    Raises:
+        RunFolderError: the system refused.
+    """
+    write_text(folder / "config.yaml", dump_yaml(config))
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
@@ -142,8 +136,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """
     if not isinstance(tokenizer, LibraryTokenizer):
         return
-    with writing(folder / "tokenizer.json"):
-        (folder / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+    write_text(folder / "tokenizer.json", tokenizer.definition)
     write_json(folder / "tokenizer_config.json", {"eos_token": tokenizer.eos_token})
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from quaver.assembly import Assembly, assemble
-from quaver.backends import Ledger
 from quaver.config import Override, RunConfig, load_config
 from quaver.data import Loader, PreparedData, prepare_data, validation_batches
 from quaver.distributed import (
@@ -28,7 +27,7 @@ from quaver.distributed import (
     shard_mesh,
     world_size,
 )
-from quaver.errors import LedgerError, NonFiniteError, QuaverError
+from quaver.errors import NonFiniteError, QuaverError
 from quaver.low_precision import FormatExtension
 from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
@@ -38,16 +37,11 @@ from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import REPORT, Observer, RunResult, RunStart, Silent
 from quaver.training.interrupt import StopRequest
 from quaver.training.metrics import MetricsWriter
+from quaver.training.opening import Opening, opening, run_folder
 from quaver.training.preflight import dry_run
 from quaver.training.progress import Progress
-from quaver.training.run_folder import (
-    check_run_folder,
-    create_run_folder,
-    environment,
-    find_run_folder,
-    write_config,
-    write_tokenizer,
-)
+from quaver.training.proof import Proof, sum_expert_tokens
+from quaver.training.run_folder import environment, write_config, write_tokenizer
 from quaver.training.step import StepResult, scheduled_lr, train_step
 
 
@@ -93,13 +87,6 @@ def resolve(
     return load_config(path_or_config, overrides, formats=[more.name for more in formats])
 
 
-def sum_expert_tokens(ledger: Ledger) -> None:
-    """Makes the expert counts those of all ranks: an expert is idle if no rank has sent it a token."""
-    for fqn in sorted(ledger.expert_tokens):
-        counts = gather_rows(torch.tensor(ledger.expert_tokens[fqn])).sum(0)
-        ledger.expert_tokens[fqn] = [int(count) for count in counts]
-
-
 class Trainer:
     """One run: `run` prepares and trains; what it holds is there to be read while it goes on."""
 
@@ -118,7 +105,6 @@ class Trainer:
         self.rank, self.ranks = 0, 1
         self.progress = Progress()
         self.started_at = 0  # step of the checkpoint that this process went on from
-        self.proven = False  # the GEMMs of a first step, or of a whole run, were held against the plan
         self.last_validation: tuple[int, Validation] | None = None
 
     def run(self, out: str | os.PathLike[str] | None = None, *, resume: bool = False) -> RunResult:
@@ -126,36 +112,46 @@ class Trainer:
         self.device = training_device(self.config, self.formats)
         started = init_world(self.device.type)
         try:
-            return self._run(out, resume)
-        finally:
-            if started:
-                leave_world()
+            result = self._run(out, resume)
+        except KeyboardInterrupt:
+            raise  # at once: a save in flight may still be talking to other ranks
+        except BaseException:
+            self._leave(started)
+            raise
+        self._leave(started)
+        return result
+
+    @staticmethod
+    def _leave(started: bool) -> None:
+        if started:
+            leave_world()
 
     def _run(self, out: str | os.PathLike[str] | None, resume: bool) -> RunResult:
         self.rank, self.ranks = rank(), world_size()
         if self.rank:
             self.observer = Silent()
         # preparing a corpus may take minutes: a wrong --out is told before that
-        existing = on_rank_zero(lambda: find_run_folder(self.config.name, out)) if resume else None
-        if existing is None:
-            on_rank_zero(lambda: check_run_folder(out))
-        self._prepare()
-        # from the folder on, the first Ctrl-C leaves it complete
-        with StopRequest(self.observer.on_message) as stop:
-            self.folder = existing or on_rank_zero(lambda: create_run_folder(self.config.name, out))
-            on_rank_zero(lambda: write_config(self.folder, self.config))
-            try:
-                result = self._train(stop, resuming=existing is not None)
-            except KeyboardInterrupt:  # the second Ctrl-C: nothing more is written
-                raise KeyboardInterrupt(f"{self.folder} is incomplete") from None
-            except Exception:
-                self._after_failure("no report", self._write_report)
-                raise
-            self._write_report()
+        with opening(
+            self.config, out, resume=resume, last_step=self._last_step(), tell=self.observer.on_message
+        ) as opened:
+            self._prepare(opened.config)
+            # from the folder on, the first Ctrl-C leaves it complete
+            with (
+                StopRequest(self.observer.on_message) as stop,
+                run_folder(opened, self.config, out) as self.folder,
+            ):
+                try:
+                    result = self._train(stop, opened)
+                except KeyboardInterrupt:  # the second Ctrl-C: nothing more is written
+                    raise KeyboardInterrupt(f"{self.folder} is incomplete") from None
+                except Exception:
+                    self._after_failure("no report", self._write_report)
+                    raise
+                self._write_report()
         return result
 
-    def _train(self, stop: StopRequest, *, resuming: bool) -> RunResult:
-        self._build()
+    def _train(self, stop: StopRequest, opened: Opening) -> RunResult:
+        self._build(opened.config)
         self.checkpoints = RunCheckpoints(
             self.config,
             self.folder,
@@ -163,21 +159,36 @@ class Trainer:
             self.loader,
             self.data.tokenizer.digest,
             self.observer.on_message,
-            resuming=resuming,
+            resuming=opened.existing is not None,
         )
         try:
-            return self._start_and_loop(stop, resuming)
-        finally:
-            self.checkpoints.close()
+            result = self._start_and_loop(stop, opened)
+        except BaseException as error:
+            self.checkpoints.close_after(error)
             self.assembly.router_bias.close()
+            raise
+        self.assembly.router_bias.close()
+        self.checkpoints.close()
+        return result
 
-    def _start_and_loop(self, stop: StopRequest, resuming: bool) -> RunResult:
-        if resuming:
-            self.progress = self.checkpoints.resume()
-            on_rank_zero(lambda: cut_metrics(self.folder / "metrics.jsonl", self.progress))
+    def _start_and_loop(self, stop: StopRequest, opened: Opening) -> RunResult:
+        if opened.existing is not None:
+            self.progress = self.checkpoints.resume(opened.found)
+            on_rank_zero(
+                lambda: cut_metrics(self.folder / "metrics.jsonl", self.progress, self.observer.on_message)
+            )
         if self.progress.step == 0:
             self.checkpoints.start_from_other()
+        elif self.progress.step >= self._last_step():
+            self.observer.on_message(
+                f"nothing to train: the checkpoint is of step {self.progress.step}, and the last is {self._last_step()}"
+            )
         self.started_at = self.progress.step
+        self.proof = Proof(self.assembly, self.started_at)
+        # not before the checkpoint fits: what is told of a run must stay true if it does not
+        if self.progress.step < self._last_step():
+            on_rank_zero(self._describe)
+        self._tell_start()
         metrics = MetricsWriter(
             self.folder / "metrics.jsonl" if self.rank == 0 else None,
             self.folder / "tensorboard" if self.config.training.tensorboard and self.rank == 0 else None,
@@ -204,8 +215,7 @@ class Trainer:
                     raise not_written(self.folder / REPORT, error.__cause__) from error
                 raise
 
-    def _prepare(self) -> None:
-        config = self.config
+    def _prepare(self, config: RunConfig) -> None:
         planned = dry_run(config, self.ranks, local_ranks(), self.formats)
         if config.training.num_threads is not None:
             torch.set_num_threads(config.training.num_threads)
@@ -224,8 +234,7 @@ class Trainer:
             world_size=self.ranks,
         )
 
-    def _build(self) -> None:
-        config = self.config
+    def _build(self, config: RunConfig) -> None:
         # same bits on each run of one machine; uninitialised memory is never read, so it is not filled
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -233,26 +242,33 @@ class Trainer:
         mesh = shard_mesh(config.fsdp_config.dp_shard_size, self.device.type)
         self.assembly = assemble(config, mesh, self.device, self.formats)
         self.sites = self.assembly.sites()
-        parameters = sum(p.numel() for p in self.assembly.model.parameters())
-        if self.rank == 0:
-            write_tokenizer(self.folder, self.data.tokenizer)
-            write_json(self.folder / "replacement.json", self.assembly.replacements())
-            write_json(
-                self.folder / "environment.json",
-                environment(
-                    config,
-                    self.device,
-                    ranks=self.ranks,
-                    parameters=parameters,
-                    tokenizer={"name": self.data.tokenizer.name, "digest": self.data.tokenizer.digest},
-                    frozen=self.assembly.frozen,
-                    replicated=sorted(self.assembly.replicated),
-                ),
-            )
+        self.parameters = sum(p.numel() for p in self.assembly.model.parameters())
+
+    def _describe(self) -> None:
+        """What the folder says of the run: its config, its tokeniser, what was replaced, where it runs."""
+        tokenizer = self.data.tokenizer
+        write_config(self.folder, self.config)
+        write_tokenizer(self.folder, tokenizer)
+        write_json(self.folder / "replacement.json", self.assembly.replacements())
+        write_json(
+            self.folder / "environment.json",
+            environment(
+                self.config,
+                self.device,
+                ranks=self.ranks,
+                parameters=self.parameters,
+                tokenizer={"name": tokenizer.name, "digest": tokenizer.digest},
+                frozen=self.assembly.frozen,
+                replicated=sorted(self.assembly.replicated),
+            ),
+        )
+
+    def _tell_start(self) -> None:
+        config = self.config
         self.observer.on_start(
             RunStart(
                 folder=self.folder,
-                parameters=parameters,
+                parameters=self.parameters,
                 low_precision_sites=len(self.sites),
                 replacements=self.assembly.replacements(),
                 recipe=self.assembly.ledger.recipe,
@@ -280,22 +296,22 @@ class Trainer:
             while progress.step < last and not self._stop_requested(stop):
                 result = self._one_step(metrics)
                 if progress.step == self.started_at + 1:
-                    self._check_ledger()
-                    self._check_gradients(result)
-                    self.proven = True
+                    self.proof.check(progress.step, result)
                 if every and progress.step % every == 0 and progress.step < last:
                     self._validate_when_due(metrics)
                 if progress.step < last:
                     self.checkpoints.after_step(progress)
-            self.checkpoints.at_end(progress)
+            trained = progress.step > self.started_at or progress.step == 0
+            if trained:
+                self.checkpoints.at_end(progress)
             self._validate(metrics)
-            self._check_ledger()
-            self.proven = True
+            self.proof.check(progress.step)
             sum_expert_tokens(self.assembly.ledger)
         except Exception:
             self._after_failure("no ledger", self._write_ledger)
             raise
-        self._write_ledger()
+        if trained:
+            self._write_ledger()
         assert self.last_validation is not None
         return RunResult(
             self.folder, progress.step, self.last_validation[1].loss, interrupted=progress.step < last
@@ -378,27 +394,6 @@ class Trainer:
         self.observer.on_validation(step, result, samples)
         return result
 
-    def _check_ledger(self) -> None:
-        if self.assembly.policy is not None:
-            taken = self.progress.step - self.started_at
-            micro_steps = taken * self.config.gradient_accumulation_steps
-            self.assembly.ledger.check(self.sites, micro_steps=micro_steps)
-
-    @staticmethod
-    def _check_gradients(result: StepResult) -> None:
-        """A parameter that trains and gets no gradient would stand still without a word."""
-        if result.without_gradient:
-            raise LedgerError(
-                f"{len(result.without_gradient)} parameters train, but step 1 gave them no gradient",
-                where=", ".join(result.without_gradient[:5]),
-                remedy="a forward pass went around them; freeze what is not meant to train (model.freeze)",
-            )
-
     def _write_ledger(self) -> None:
-        ok = self.proven or self.assembly.policy is None  # without low precision there is nothing to prove
-        try:
-            self._check_ledger()
-        except LedgerError:
-            ok = False  # the check itself has raised, or raises after this
         if self.rank == 0:
-            write_json(self.folder / "ledger.json", self.assembly.ledger.to_json(ok=ok))
+            self.proof.write(self.folder / "ledger.json", self.progress.step)

@@ -22,7 +22,7 @@ from quaver.distributed import local_tensor, shard_mesh
 from quaver.distributed.fsdp import fsdp_modules
 from quaver.errors import PlanError
 from quaver.low_precision import MasterWeight
-from quaver.training.trainer import sum_expert_tokens
+from quaver.training.proof import sum_expert_tokens
 
 
 def prefetch_case(case: dict[str, Any]) -> dict[str, Any]:
