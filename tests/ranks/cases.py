@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from typing import Any
 
 import torch
@@ -22,11 +21,9 @@ from quaver.distributed import (
     PARAMS_BF16,
     FSDPGatherContext,
     local_tensor,
-    reshard_all,
     shard_mesh,
     shard_module,
 )
-from quaver.distributed.fsdp import fsdp_modules
 from quaver.low_precision import MasterWeight
 from quaver.training.step import accumulate, scheduled_lr, token_nats, trainable, update
 
@@ -230,96 +227,3 @@ def train_or_refuse(case: dict[str, Any]) -> dict[str, Any]:
         return train_case(case)
     except QuaverError as error:
         return {"error": str(error)}
-
-
-def bytes_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that the collectives of one forward and backward take in, against those computed from the schemas."""
-    config = config_of(case)
-    assembly = assemble(config, shard_mesh(None), torch.device("cpu"))
-    data = prepare_data(config.data, seed=config.seed)
-    batch = Loader(
-        data.train, seq_len=32, micro_batch_size=2, seed=7, rank=dist.get_rank(), world_size=2
-    ).next()
-    events = record_gathers()
-    token_nats(assembly.model, batch)  # builds torch's buffers
-    reshard_all(assembly.model)
-    events.clear()
-    loss = token_nats(assembly.model, batch)
-    forward = list(events)
-    groups = [g for m in fsdp_modules(assembly.model) for g in m._get_fsdp_state()._fsdp_param_groups]
-    freed = all(
-        o.untyped_storage().size() == 0
-        for g in groups[1:]
-        for p in g.fsdp_params
-        for o in p.all_gather_outputs
-    )
-    events.clear()
-    loss.backward()
-    computed = {
-        phase: sorted(computed_bytes(groups, phase, case["reshard"])) for phase in ("forward", "backward")
-    }
-    local = [
-        t
-        for p in assembly.model.parameters()
-        if isinstance(local_tensor(p), MasterWeight)
-        for t in local_tensor(p).physical.values()
-    ]
-    return {
-        "gathers": {"forward": sorted(forward), "backward": sorted(events)},
-        "computed": computed,
-        "high_precision_of_planned": [
-            p._param_fqn
-            for g in groups
-            for p in g.fsdp_params
-            if isinstance(p._sharded_local_tensor, MasterWeight)
-            and any(o.dtype is not torch.uint8 and o.numel() > 64 for o in p.all_gather_outputs)
-        ],
-        "freed_after_forward": freed,
-        "local_alive": all(t.untyped_storage().size() > 0 for t in local),
-    }
-
-
-def record_gathers() -> list[int]:
-    """Bytes that this rank puts into each all-gather, taken from the collective's own arguments."""
-    events: list[int] = []
-    import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
-
-    original = collectives.DefaultAllGather.__call__
-
-    def recorded(self, output_tensor, input_tensor, group, async_op=False):
-        events.append(input_tensor.numel() * input_tensor.element_size())
-        return original(self, output_tensor, input_tensor, group, async_op)
-
-    collectives.DefaultAllGather.__call__ = recorded
-    return events
-
-
-def computed_bytes(groups: list[Any], phase: str, reshard: bool) -> list[int]:
-    """Bytes a rank sends in each gather, from shapes: codes and scales of planned weights, BF16 or FP32 else."""
-    if phase == "backward" and not reshard:
-        return []  # still gathered from forward
-    sizes = []
-    for group in groups:
-        total = 0
-        for param in group.fsdp_params:
-            local = param._sharded_local_tensor
-            if not isinstance(local, MasterWeight):
-                numel = math.prod(param.padded_sharded_param_size)
-                total += numel * (param.param_dtype or torch.float32).itemsize
-                continue
-            codes, blocks = local.master.numel(), local.master.numel() // 32
-            if local.spec.recipe.format == "hif8":
-                scales = 4 * (local.master.shape[0] if local.spec.kind == "grouped" else 1)
-                total += codes + scales
-            elif phase == "forward" and reshard:
-                axis = local.master.shape[-1]
-                total += codes + codes // axis * -(-axis // 32)
-            else:
-                rows, axis = local.master.shape[-2:]
-                one = codes // axis * -(-axis // 32)
-                other = codes // rows * -(-rows // 32)
-                cut = local.spec.kind == "dense" and rows % 32 != 0
-                total += 2 * codes + one + (0 if cut else other)
-            assert blocks
-        sizes.append(total)
-    return sizes

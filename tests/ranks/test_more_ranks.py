@@ -92,13 +92,3 @@ def test_three_ranks_refuse_by_name_or_keep_weights_whole(case) -> None:
         assert three["gemms"] * 3 == one["gemms"]  # every rank runs its own third, all in eight bits
         assert relative(one["losses"], three["losses"]) <= 1e-5
         assert three["plain_keys"] is True
-
-
-@pytest.mark.slow
-def test_bytes_of_the_gathers_are_the_computed_ones(case) -> None:
-    runs = [case(format=f, reshard=r) for f in ("mxfp8", "hif8", "bf16") for r in (True, False)]
-    for run, answer in zip(runs, run_ranks("cases", "bytes_case", runs, ranks=2)):
-        assert answer["gathers"] == answer["computed"], run
-        assert answer["high_precision_of_planned"] == [], run
-        assert answer["freed_after_forward"] is run["reshard"], run
-        assert answer["local_alive"] is True, run
