@@ -1,6 +1,6 @@
 """On what the figures were made: processor, threads, versions, the kernels that ran, and how busy it was.
 
-May import: torch.
+May import: torch, backends (which kernels ran).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import transformers
 
+from quaver.backends import native
+
 # what the speed of BF16 GEMMs and of the kernels depends on
 FEATURES = ("avx2", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile")
 
@@ -25,6 +27,7 @@ def describe_machine() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cpu_features": _features(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels": native.status().to_json(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),

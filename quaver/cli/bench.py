@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from quaver.cli.console import err, new_table, note, out, stdout_kept_clean, write_json
+from quaver.cli.console import err, new_table, note, out, printable, stdout_kept_clean, write_json
 from quaver.cli.options import JSON
 
 if TYPE_CHECKING:
@@ -87,7 +87,14 @@ def _show(report: BenchReport) -> None:
     out().print(
         Text(f"{machine['cpu']} · {machine['threads']} threads · torch {machine['torch']} · {busy}", style="dim")
     )
-    out().print(Text("features: " + (", ".join(machine["cpu_features"]) or "none known"), style="dim"))
+    kernels = machine["kernels"]
+    out().print(
+        Text(
+            f"features: {', '.join(machine['cpu_features']) or 'none known'} · "
+            f"kernels: {kernels['path']} ({printable(kernels['reason'])})",
+            style="dim",
+        )
+    )
     table = new_table("name", "ratio", "target", "", "min to max", "pairs", "what over what")
     for result in report.results:
         word, style = MARKS[result.met]

@@ -1,0 +1,103 @@
+"""Turns, ratios and medians, under a clock of the test's own: no assertion here knows what time it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from quaver.bench.comparison import Comparison, Group
+from quaver.bench.sizes import Sizes
+from quaver.bench.timing import MOST_REPEATS, Spread, spread, take_turns
+
+
+class Clock:
+    """Time passes only when a contestant says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def contestant(self, name: str, seconds: list[float], units: int | None = None):
+        left = iter(seconds)
+
+        def run() -> int | None:
+            self.order.append(name)
+            self.now += next(left)
+            return units
+
+        return run
+
+
+def test_turns_alternate_and_reverse() -> None:
+    clock = Clock()
+    contestants = {name: clock.contestant(name, [1.0] * 9) for name in "abc"}
+    take_turns(contestants, 3, clock=clock)
+    warm, rounds = clock.order[:6], clock.order[6:]
+    assert warm == ["a", "a", "b", "b", "c", "c"]
+    assert rounds == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+
+
+def test_each_round_has_its_own_times_and_warming_up_counts_nowhere() -> None:
+    clock = Clock()
+    contestants = {
+        "ours": clock.contestant("ours", [90.0, 70.0, 1.0, 2.0, 3.0]),
+        "other": clock.contestant("other", [80.0, 60.0, 2.0, 2.0, 4.0]),
+    }
+    seen: list[int] = []
+    times = take_turns(contestants, 3, clock=clock, on_round=seen.append)
+    assert [t["ours"] for t in times] == pytest.approx([1.0, 2.0, 3.0])
+    assert [t["other"] for t in times] == pytest.approx([2.0, 2.0, 4.0])
+    assert seen == [1, 2, 3]
+
+
+def test_a_short_contestant_is_repeated_and_its_time_divided() -> None:
+    clock = Clock()
+    short = clock.contestant("short", [0.01] * 100)
+    times = take_turns({"short": short}, 2, clock=clock, shortest=0.05)
+    repeats = (len(clock.order) - 2) / 2
+    assert 5 <= repeats <= 6
+    assert [t["short"] for t in times] == pytest.approx([0.01, 0.01])
+
+
+def test_a_contestant_that_takes_no_time_is_not_repeated_for_ever() -> None:
+    clock = Clock()
+    take_turns({"nothing": clock.contestant("nothing", [0.0] * 5000)}, 1, clock=clock)
+    assert len(clock.order) == 2 + MOST_REPEATS
+
+
+def test_times_are_for_a_unit_of_work() -> None:
+    clock = Clock()
+    times = take_turns({"steps": clock.contestant("steps", [12.0] * 3, units=4)}, 1, clock=clock)
+    assert times == [{"steps": pytest.approx(3.0)}]
+
+
+def test_spread_of_even_and_odd_numbers_of_rounds() -> None:
+    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert spread([1.0, 4.0, 2.0, 3.0]) == Spread(2.5, 1.0, 4.0)
+
+
+def test_the_ratio_is_the_median_of_ratios_and_not_the_ratio_of_medians() -> None:
+    times = [{"a": 1.0, "b": 1.0}, {"a": 10.0, "b": 2.0}, {"a": 3.0, "b": 30.0}]
+    comparisons = (
+        Comparison("x", "a", "b", 1.0, "a over b"),
+        Comparison("y", "b", "a", 0.5, "b over a"),
+        Comparison("z", "a", "b", None, "no target"),
+    )
+    asked: list[object] = []
+
+    def rounds(sizes, needed, pairs, on_round):
+        asked.append((sizes, needed, pairs))
+        return times
+
+    sizes = Sizes(tokens=8)
+    x, y, z = Group("g", comparisons, rounds).run(sizes, 3, lambda _: None)
+    assert asked == [(sizes, frozenset({"a", "b"}), 3)]
+    assert (x.ratio, x.min, x.max, x.pairs) == (1.0, 0.1, 5.0, 3)  # medians of the times would give 3 / 2
+    assert (y.ratio, y.min, y.max) == (1.0, 0.2, 10.0)
+    assert (x.met, y.met, z.met) == (True, False, None)
+    assert x.to_json() == {
+        "name": "x", "ratio": 1.0, "target": 1.0, "pairs": 3, "min": 0.1, "max": 5.0, "met": True,
+        "what": "a over b",
+    }  # fmt: skip
