@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import signal
 import socket
 import subprocess
-import sys
-import textwrap
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -17,21 +17,17 @@ import pytest
 from quaver.errors import ConfigError
 from quaver.training.lock import LOCK, folder_locked_by, run_lock
 
-HOLD = """
-    import sys
-    from pathlib import Path
-    from quaver.training.lock import run_lock
-    with run_lock(Path(sys.argv[1])):
-        print("held", flush=True)
-        sys.stdin.read()
-"""
-# each process adds 1 to a number in the folder, again and again, reading and writing it under the lock
-COUNT = """
-    import sys, time
-    from pathlib import Path
-    from quaver.errors import ConfigError
-    from quaver.training.lock import run_lock
-    folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+FORK = multiprocessing.get_context("fork")  # torch is imported once
+
+
+def _hold(folder: Path, held: Event, let_go: Event) -> None:
+    with run_lock(folder):
+        held.set()
+        let_go.wait()
+
+
+def _count(folder: Path, rounds: int) -> None:
+    """Adds 1 to a number in the folder, again and again, reading and writing it under the lock."""
     while rounds:
         try:
             with run_lock(folder):
@@ -42,28 +38,39 @@ COUNT = """
         except ConfigError:
             pass
         time.sleep(0.0005)
-"""
 
 
-def start(script: str, *arguments: object) -> subprocess.Popen:
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+class Holder:
+    """A process that has the lock of a folder until it is let go."""
+
+    def __init__(self, folder: Path) -> None:
+        held, self._let_go = FORK.Event(), FORK.Event()
+        self._process = FORK.Process(target=_hold, args=(folder, held, self._let_go))
+        self._process.start()
+        assert held.wait(30)
+        self.pid = self._process.pid
+
+    def end(self) -> None:
+        self._let_go.set()
+        self._process.join()
+        assert self._process.exitcode == 0
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 @pytest.fixture
-def hold() -> Iterator[Callable[[Path], subprocess.Popen]]:
-    """hold(folder) -> a process that has the lock until its stdin ends."""
+def hold() -> Iterator[Callable[[Path], Holder]]:
     started = []
 
-    def made(folder: Path) -> subprocess.Popen:
-        started.append(start(HOLD, folder))
-        assert started[-1].stdout.readline() == "held\n"
+    def made(folder: Path) -> Holder:
+        started.append(Holder(folder))
         return started[-1]
 
     yield made
-    for process in started:
-        process.kill()
-        process.wait()
+    for holder in started:
+        holder.kill()
 
 
 def test_a_second_run_is_refused_by_pid_path_and_remedy(hold, tmp_path) -> None:
@@ -74,7 +81,7 @@ def test_a_second_run_is_refused_by_pid_path_and_remedy(hold, tmp_path) -> None:
     assert f"process {other.pid} on {socket.gethostname()}" in refused.value.what
     assert refused.value.where == str(tmp_path / ".lock")
     assert f"kill {other.pid}" in refused.value.remedy
-    other.communicate("")  # it ends, and its lock with it
+    other.end()  # it ends, and its lock with it
     with run_lock(tmp_path):
         assert (tmp_path / LOCK).read_text() == f"{os.getpid()} on {socket.gethostname()}\n"
     assert list(tmp_path.iterdir()) == []
@@ -90,8 +97,7 @@ def test_two_runs_of_one_process_are_two(tmp_path) -> None:
 
 def test_the_lock_of_a_killed_run_locks_nothing(hold, tmp_path) -> None:
     other = hold(tmp_path)
-    os.kill(other.pid, signal.SIGKILL)
-    other.wait()
+    other.kill()
     assert (tmp_path / LOCK).read_text().startswith(f"{other.pid} on ")
     with run_lock(tmp_path):
         assert (tmp_path / LOCK).read_text() == f"{os.getpid()} on {socket.gethostname()}\n"
@@ -118,8 +124,12 @@ def test_a_command_that_a_run_has_started_does_not_hold_it(tmp_path) -> None:
 def test_processes_that_race_for_it_hold_it_one_at_a_time(tmp_path) -> None:
     """A file that is removed by its last holder must not be locked by the next beside a new one."""
     (tmp_path / "number").write_text("0")
-    racing = [start(COUNT, tmp_path, 150) for _ in range(3)]
-    assert [process.wait(120) for process in racing] == [0, 0, 0]
+    racing = [FORK.Process(target=_count, args=(tmp_path, 150)) for _ in range(3)]
+    for process in racing:
+        process.start()
+    for process in racing:
+        process.join(120)
+    assert [process.exitcode for process in racing] == [0, 0, 0]
     assert (tmp_path / "number").read_text() == "450"
 
 
@@ -156,6 +166,5 @@ def test_the_folder_of_a_process_is_found_by_its_lock(hold, tmp_path) -> None:
     assert folder_locked_by(other.pid, "a", runs / "a") is None
     special = hold(runs / "a[x]")
     assert folder_locked_by(special.pid, "a[x]", runs=runs) == runs / "a[x]"
-    os.kill(other.pid, signal.SIGKILL)  # also of one that was killed
-    other.wait()
+    other.kill()  # also of one that was killed
     assert folder_locked_by(other.pid, "a", runs=runs) == runs / "a-10"
