@@ -171,7 +171,7 @@ def test_a_backend_that_is_not_here_fails_before_the_model_is_built(micro, monke
 def test_off_calls_no_factory_and_imports_no_backend(micro, monkeypatch) -> None:
     import quaver.assembly.build as build
 
-    monkeypatch.setattr(build, "backend_for", lambda *_: pytest.fail("a backend was asked for"))
+    monkeypatch.setattr(build, "build_policy", lambda *_, **__: pytest.fail("a backend was asked for"))
     assembly = plan_on_meta(micro("bf16"))
     assert assembly.policy is None
     assert assembly.replacements() == []
