@@ -176,47 +176,87 @@ def key(case: dict[str, Any]) -> str:
     return json.dumps({k: v for k, v in case.items() if k not in ("corpus", "cache")}, sort_keys=True)
 
 
-def gathered_case(case: dict[str, Any]) -> dict[str, Any]:
-    """A linear layer of 2 * rows rows over two ranks: what is gathered, against the whole weight quantised."""
+def linears(case: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """One quantised linear layer of 2 * rows rows twice: over two ranks, and whole; each with its optimiser."""
     import quaver
-    from quaver.low_precision import quantised_weights
 
     low = quaver.LowPrecisionConfig(**FORMATS[case["format"]])
     torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(case["columns"], 2 * case["rows"], bias=False))
+    nets = [
+        torch.nn.Sequential(torch.nn.Linear(case["columns"], 2 * case["rows"], bias=False)) for _ in range(2)
+    ]
     with torch.no_grad():  # columns of very different size, so that shared scales matter
-        model[0].weight.mul_(torch.logspace(-6, 3, case["columns"], base=2.0))
-        model[0].weight[: case["rows"]].mul_(0.01)
-    whole_model = torch.nn.Sequential(torch.nn.Linear(case["columns"], 2 * case["rows"], bias=False))
-    whole_model.load_state_dict(model.state_dict())
+        nets[0][0].weight.mul_(torch.logspace(-6, 3, case["columns"], base=2.0))
+        nets[0][0].weight[: case["rows"]].mul_(0.01)
+    nets[1].load_state_dict(nets[0].state_dict())
     rule = quaver.ReplacementRule("0", torch.nn.Linear, "low_precision_linear")
-    for net in (model, whole_model):
+    for net in nets:
         quaver.quantize_modules(net, low, plan=[rule])
-    shard_module(model, shard_mesh(None), reshard_after_forward=False, mp_policy=PARAMS_BF16)
-    quaver.refresh(model)
-    x = (
-        torch.randn(64, case["columns"], generator=torch.Generator().manual_seed(1))
-        .bfloat16()
-        .requires_grad_()
-    )
+    shard_module(nets[0], shard_mesh(None), reshard_after_forward=False, mp_policy=PARAMS_BF16)
+    for net in nets:
+        # a rate that moves weights into other blocks' exponents, so that the codes after it are others
+        net.optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
+        quaver.attach(net.optimizer, net)
+    return nets[0], nets[1]
+
+
+def gathered_case(case: dict[str, Any]) -> dict[str, Any]:
+    """A layer over two ranks against the whole one: what is gathered, all three products, a step and its refresh.
+
+    Each rank has rows of its own; the whole layer takes those of both, and sums their gradients in rank order.
+    """
+    from quaver.low_precision import quantised_weights
+
+    model, whole_model = linears(case)
+
+    def rows_of(rank: int) -> torch.Tensor:
+        numbers = torch.Generator().manual_seed(1 + rank)
+        return torch.randn(64, case["columns"], generator=numbers).bfloat16().requires_grad_()
+
+    def held_equal() -> bool:
+        held, wanted = model[0].weight.physical, whole_model[0].weight.physical
+        return held.keys() == wanted.keys() and all(torch.equal(held[k], wanted[k]) for k in wanted)
+
+    codes = {k: t.clone() for k, t in whole_model[0].weight.physical.items()}
+    x, rank = rows_of(dist.get_rank()), dist.get_rank()
+    y = model(x)
+    equal = held_equal()
+    y.float().square().sum().backward()
+    sums, outputs_equal = [], False
+    for other in range(2):
+        x_whole = rows_of(other)
+        y_whole = whole_model(x_whole)
+        y_whole.float().square().sum().backward()
+        sums.append(whole_model[0].weight.grad)
+        whole_model[0].weight.grad = None
+        if other == rank:
+            outputs_equal = torch.equal(y, y_whole) and torch.equal(x.grad, x_whole.grad)
+    whole_model[0].weight.grad = sums[0] + sums[1]
+    gradient = whole(model[0].weight, local_tensor(model[0].weight.grad))
+    wgrad_equal = torch.equal(gradient, whole_model[0].weight.grad) and bool(gradient.count_nonzero())
+    for net in (model, whole_model):
+        net.optimizer.step()
+        net.optimizer.zero_grad()
+    master = whole(model[0].weight, local_tensor(model[0].weight.detach()).master)
+    master_equal = torch.equal(master, whole_model[0].weight.master)
     model.unshard()
-    y = model[0](x)
-    held = dict(model[0].weight.physical)
-    wanted = whole_model[0].weight.physical
-    equal = held.keys() == wanted.keys() and all(torch.equal(held[k], wanted[k]) for k in wanted)
-    y_whole = whole_model[0](x)
-    (g,) = torch.autograd.grad(y.float().square().sum(), x)
-    (g_whole,) = torch.autograd.grad(y_whole.float().square().sum(), x)
+    equal_after = held_equal()
     model.reshard()
     ((_, local),) = quantised_weights(model).values()
-    sent = {
-        s.field for s in local.pre_all_gather(FSDPGatherContext("backward", True, "a"), x.shape, 2)[1].sent
-    }
-    return {
+    context = FSDPGatherContext("backward", True, "a")
+    sent = {s.field for s in local.pre_all_gather(context, whole_model[0].weight.shape, 2)[1].sent}
+    answers = {
         "equal": equal,
-        "outputs_equal": torch.equal(y, y_whole) and torch.equal(g, g_whole),
+        "outputs_equal": outputs_equal,
+        "wgrad_equal": wgrad_equal,
+        "master_equal": master_equal,
+        "equal_after_step": equal_after,
+        "codes_moved": all(not torch.equal(codes[k], t) for k, t in whole_model[0].weight.physical.items()),
         "cut": "col_data" in sent and "col_scale" not in sent,
     }
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, answers)
+    return {key: both[0][key] and both[1][key] for key in answers}
 
 
 def train_or_refuse(case: dict[str, Any]) -> dict[str, Any]:

@@ -64,14 +64,15 @@ def test_eight_experts_on_two_ranks(case) -> None:
 
 @pytest.mark.slow
 def test_shards_that_cut_blocks_are_exact(case) -> None:
-    """Codes and scales of the gathered weight are those of the whole weight, whatever rows a rank holds."""
+    """Whatever rows a rank holds: the gathered codes and scales are those of the whole weight, so are all three
+    products bit for bit, and after an optimiser step and its refresh the codes are again."""
     rows = (96, 80, 72, 352, 392, 1368)
     shapes = [case(format=f, rows=r, columns=96) for f in ("mxfp8", "hif8") for r in rows]
     answers = run_ranks("cases", "gathered_case", shapes, ranks=2)
     for shape, answer in zip(shapes, answers):
-        assert answer["equal"] is True, shape
-        assert answer["outputs_equal"] is True, shape
-        assert answer["cut"] == (shape["rows"] % 32 != 0 and shape["format"] == "mxfp8"), shape
+        assert answer.pop("cut") == (shape["rows"] % 32 != 0 and shape["format"] == "mxfp8"), shape
+        assert answer == dict.fromkeys(answer, True), shape
+        assert len(answer) == 6
 
 
 @pytest.mark.slow
