@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
+from quaver.backends.sources import RowSource
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class KernelCodec(Protocol):
 
     def code_sides(
         self,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | RowSource,
         spec: ScalingSpec,
         sides: Sides,
         group_list: torch.Tensor | None,

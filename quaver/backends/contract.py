@@ -134,6 +134,9 @@ class Backend(Protocol):
     name: str
     ledger: Ledger
 
+    # A backend with `takes_sources = True` also quantises a `RowSource` in place of a tensor; for the others the
+    # experts compute the tensor first.
+
     def check_capability(self, config: LowPrecisionConfig) -> None:
         """Raises CapabilityError (device, op, version, remedy) where this machine cannot run the recipe."""
 

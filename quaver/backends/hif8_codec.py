@@ -11,7 +11,8 @@ import torch
 from quaver.backends import native
 from quaver.backends.codec import Coded, Factors, Sides, scale_misfit
 from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
-from quaver.backends.native import kernels
+from quaver.backends.native import experts, kernels
+from quaver.backends.sources import RowSource
 from quaver.formats import hif8
 
 
@@ -34,13 +35,18 @@ class HiF8Codec:
 
     def code_sides(
         self,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | RowSource,
         spec: ScalingSpec,
         sides: Sides,
         group_list: torch.Tensor | None,
         amax: torch.Tensor | None,
     ) -> tuple[Coded | None, Coded | None] | None:
         """See `KernelCodec`: one pass serves both directions."""
+        if not isinstance(tensor, torch.Tensor):
+            if not native.usable():
+                return None
+            tensor, own = experts.fill(tensor) or (tensor.tensor(), None)
+            amax = own if amax is None else amax
         if tensor.dtype not in (torch.float32, torch.bfloat16) or not native.usable(tensor):
             return None
         coded = self._code(tensor, spec, amax, values=bool(sides.row or sides.col))

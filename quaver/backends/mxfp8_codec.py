@@ -11,7 +11,8 @@ import torch
 from quaver.backends import native
 from quaver.backends.codec import Coded, Factors, Sides, scale_misfit
 from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
-from quaver.backends.native import kernels, packing
+from quaver.backends.native import experts, kernels, packing
+from quaver.backends.sources import RowSource
 from quaver.formats import mxfp8
 
 # Scale bytes whose blocks decode to normal BF16 numbers; outside, BF16 GEMMs of CPUs flush subnormals.
@@ -46,7 +47,7 @@ class MXFP8Codec:
 
     def code_sides(
         self,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | RowSource,
         spec: ScalingSpec,
         sides: Sides,
         group_list: torch.Tensor | None,
@@ -55,6 +56,13 @@ class MXFP8Codec:
         """See `KernelCodec`; a tensor, rule or group list that is wrong is left to the codec that says so."""
         rule = spec.scale_rule or "floor"
         ends = group_list if sides.col is not None else None
+        if not isinstance(tensor, torch.Tensor):
+            if not native.usable() or rule not in ("floor", "rceil") or amax is not None:
+                return None
+            found = experts.quantize(tensor, rceil=rule == "rceil", row=sides.row, col=sides.col, ends=ends)
+            if found is not None:
+                return found[0] and Coded(*found[0]), found[1] and Coded(*found[1])
+            tensor = tensor.tensor()
         sound = rule in ("floor", "rceil") and amax is None and tensor.ndim in (2, 3)
         if not sound or tensor.dtype not in (torch.float32, torch.bfloat16) or not native.usable(tensor):
             return None

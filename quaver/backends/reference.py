@@ -28,6 +28,7 @@ from quaver.backends.contract import (
 )
 from quaver.backends.ledger import Ledger
 from quaver.backends.native import packing
+from quaver.backends.sources import RowSource, as_tensor
 from quaver.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ReferenceBackend:
     """Quantise and multiply by the book; `codecs` maps format names to how they are coded."""
 
     name = "reference"
+    takes_sources = True  # quantises what is not there yet: see sources.py
 
     def __init__(self, ledger: Ledger | None = None, codecs: Mapping[str, Codec] = BUILTIN_CODECS) -> None:
         self.ledger = ledger if ledger is not None else Ledger()
@@ -62,7 +64,7 @@ class ReferenceBackend:
 
     def quantize(
         self,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | RowSource,
         *,
         spec: ScalingSpec,
         role: QuantizationRole,
@@ -77,13 +79,14 @@ class ReferenceBackend:
             sides = Sides(row, None) if orientation == "row" else Sides(None, col)
             for coded in codec.code_sides(tensor, spec, sides, group_list, amax) or ():
                 if coded is not None:
-                    return _operand(coded, tensor, spec, orientation)
+                    return _operand(coded, tensor.dtype, spec, orientation)
+        tensor = as_tensor(tensor)
         codes, scale = codec.quantize(tensor, spec, orientation, group_list, amax)
         return QuantizedOperand(codes, scale, tensor.dtype, spec.format, orientation)
 
     def quantize_dual(
         self,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | RowSource,
         *,
         spec: ScalingSpec,
         role: QuantizationRole,
@@ -95,7 +98,9 @@ class ReferenceBackend:
         if isinstance(codec, KernelCodec):
             both = codec.code_sides(tensor, spec, values_wanted(role, tensor.dtype), group_list, amax)
             if both is not None and both[0] is not None and both[1] is not None:
-                return _operand(both[0], tensor, spec, "row"), _operand(both[1], tensor, spec, "col")
+                dtype = tensor.dtype
+                return _operand(both[0], dtype, spec, "row"), _operand(both[1], dtype, spec, "col")
+        tensor = as_tensor(tensor)
         codes, scale = codec.quantize(tensor, spec, "row", group_list, amax)
         row = QuantizedOperand(codes, scale, tensor.dtype, spec.format, "row")
         if codec.axis_free:
@@ -187,7 +192,7 @@ class ReferenceBackend:
             for expert, end in enumerate(ends):
                 if end > start:
                     alpha = product(a.alpha, b.alpha, expert)
-                    out[start:end] = multiply(a.values[start:end], b_values[expert], alpha, output_dtype)
+                    multiply(a.values[start:end], b_values[expert], alpha, output_dtype, out[start:end])
                 start = end
             return out
 
@@ -209,7 +214,9 @@ class ReferenceBackend:
         """
         if layout == "TN" or not ends:
             return None
-        features = right.shape[2 if layout == "NN" else 1]
+        inner, features = right.shape[1:] if layout == "NN" else (right.shape[2], right.shape[1])
+        if not packing.pays(a.values.shape[0] // len(ends), inner, features):
+            return None
         out = a.values.new_empty((a.values.shape[0], features))
         start = 0
         for expert, end in enumerate(ends):
@@ -224,12 +231,14 @@ class ReferenceBackend:
     @staticmethod
     def _grouped_wgrad(a: Factors, b: Factors, ends: list[int], output_dtype: torch.dtype) -> torch.Tensor:
         """[E, N, K] of a = g [S, N] and b = x [S, K]."""
-        out = a.values.new_zeros((len(ends), a.values.shape[1], b.values.shape[1]), dtype=output_dtype)
+        out = a.values.new_empty((len(ends), a.values.shape[1], b.values.shape[1]), dtype=output_dtype)
         alpha = product(a.alpha, b.alpha)
         start = 0
         for expert, end in enumerate(ends):
             if end > start:
-                out[expert] = multiply(a.values[start:end].t(), b.values[start:end], alpha, output_dtype)
+                multiply(a.values[start:end].t(), b.values[start:end], alpha, output_dtype, out[expert])
+            else:
+                out[expert].zero_()
             start = end
         return out
 
@@ -248,9 +257,9 @@ def values_wanted(role: QuantizationRole, dtype: torch.dtype) -> Sides:
 
 
 def _operand(
-    coded: Coded, tensor: torch.Tensor, spec: ScalingSpec, orientation: Orientation
+    coded: Coded, dtype: torch.dtype, spec: ScalingSpec, orientation: Orientation
 ) -> QuantizedOperand:
-    return QuantizedOperand(coded.codes, coded.scale, tensor.dtype, spec.format, orientation, coded.values)
+    return QuantizedOperand(coded.codes, coded.scale, dtype, spec.format, orientation, coded.values)
 
 
 def _check_scales(codec: Codec, operand: QuantizedOperand, ends: list[int] | None, site: GemmSite) -> None:
@@ -280,23 +289,31 @@ def product(a: torch.Tensor | None, b: torch.Tensor | None, expert: int | None =
     return alpha
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, alpha: Alpha, output_dtype: torch.dtype) -> torch.Tensor:
-    """a @ b * alpha, accumulated in FP32 and rounded once to `output_dtype`."""
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    alpha: Alpha,
+    output_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a @ b * alpha, accumulated in FP32 and rounded once to `output_dtype`; into `out` where it is given."""
     if (
         a.dtype is not b.dtype or output_dtype is torch.float32
     ):  # one operand refused BF16: both go the FP32 way
         a, b = a.float(), b.float()
     if torch.is_autocast_enabled(a.device.type):
         with torch.autocast(a.device.type, enabled=False):  # autocast would round FP32 factors to BF16
-            return multiply(a, b, alpha, output_dtype)
+            return multiply(a, b, alpha, output_dtype, out)
     if a.dtype is torch.bfloat16 and alpha is not None:
         if isinstance(alpha, float):
             # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no copy
-            return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=alpha)
+            return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=alpha, out=out)
         a, b = a.float(), b.float()
-    out = torch.mm(a, b)
+    if alpha is None and (out is None or out.dtype is a.dtype):
+        return torch.mm(a, b, out=out).to(output_dtype)
+    product_FP32 = torch.mm(a, b)
     if alpha is not None:
         # FP32 outputs are scaled in FP64: an FP32 alpha would be a rounding more than the accumulation's own
-        wide = out.double() if output_dtype is torch.float32 else out
-        out = wide * (alpha if isinstance(alpha, float) else alpha.to(wide.dtype))
-    return out.to(output_dtype)
+        wide = product_FP32.double() if output_dtype is torch.float32 else product_FP32
+        product_FP32 = wide * (alpha if isinstance(alpha, float) else alpha.to(wide.dtype))
+    return product_FP32.to(output_dtype) if out is None else out.copy_(product_FP32)

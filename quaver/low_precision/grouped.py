@@ -11,14 +11,15 @@ Knows nothing of any model. May import: backends, recipe, dense (version check).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand
+from quaver.backends.native import experts
+from quaver.backends.sources import GatheredRows, RowSource, ScaledRows, SwiGLU, SwiGLUGradient
 from quaver.low_precision.dense import Weight, check_version
 from quaver.low_precision.recipe import LowPrecisionRecipe
 
@@ -87,11 +88,40 @@ def _check_shapes(
 
 
 def _rows(operand: QuantizedOperand, index_S: torch.Tensor) -> QuantizedOperand:
-    """Rows of a row-quantised operand, copied as codes; a per-tensor scale has no rows."""
-    scale = operand.scale if operand.scale.ndim == 0 else operand.scale.index_select(0, index_S)
-    return QuantizedOperand(
-        operand.data.index_select(0, index_S), scale, operand.logical_dtype, operand.format, "row"
+    """Rows of a row-quantised operand, copied as codes and values; a per-tensor scale has no rows."""
+    values = operand.values
+    return replace(
+        operand,
+        data=operand.data.index_select(0, index_S),
+        scale=operand.scale if operand.scale.ndim == 0 else operand.scale.index_select(0, index_S),
+        values=None if values is None else values.index_select(0, index_S),
     )
+
+
+def _for(recipe: LowPrecisionRecipe, source: RowSource) -> torch.Tensor:
+    """What the recipe's backend quantises: the source itself where it takes one, else its tensor."""
+    if getattr(recipe.backend, "takes_sources", False):
+        return cast(torch.Tensor, source)
+    return source.tensor()
+
+
+def _combine(y_SH: torch.Tensor, place_Tk: torch.Tensor, weight_Tk: torch.Tensor | None) -> torch.Tensor:
+    """The k branches of each token, weighted where there are weights, summed in FP32 and rounded once."""
+    weight = None if weight_Tk is None else weight_Tk.float().contiguous()
+    found = experts.combine(y_SH, place_Tk, weight)
+    if found is not None:
+        return found
+    chosen = y_SH.index_select(0, place_Tk.reshape(-1)).view(*place_Tk.shape, y_SH.shape[1]).float()
+    return (chosen if weight is None else chosen * weight.unsqueeze(-1)).sum(1).to(y_SH.dtype)
+
+
+def _dots(y_SH: torch.Tensor, place_Tk: torch.Tensor, g_TH: torch.Tensor) -> torch.Tensor:
+    """FP32 [T, k]: each branch times the gradient of its token's sum."""
+    found = experts.dots(y_SH, place_Tk, g_TH)
+    if found is not None:
+        return found
+    chosen = y_SH.index_select(0, place_Tk.reshape(-1)).view(*place_Tk.shape, y_SH.shape[1])
+    return (chosen.float() * g_TH.float().unsqueeze(1)).sum(-1)
 
 
 def _tensors(operand: QuantizedOperand | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -116,8 +146,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         x_row = _rows(recipe.quantizer(Role.INPUT_FWD).quantize(x_TH, orientation="row"), routing.token_S)
         site = GemmSite(sites[0], "fprop")
         h = gmm(x_row, gate_up.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
-        gate, up = h.chunk(2, -1)
-        act = F.silu(gate) * up
+        act = _for(recipe, SwiGLU(h))
         x_col = a_col = None
         if wants_wgrad[1]:
             a_row, a_col = recipe.quantize_pair(act, Role.INPUT_FWD, Role.INPUT_BWD, ends)
@@ -128,17 +157,14 @@ class _GroupedSwiGLU(torch.autograd.Function):
         if wants_wgrad[0] and x_row.scale.ndim == 0:  # one scale, no axis: the codes serve the token axis too
             x_col = x_row.as_orientation("col")
         elif wants_wgrad[0]:
-            x_SH = x_TH.index_select(0, routing.token_S)
+            x_SH = _for(recipe, GatheredRows(x_TH, routing.token_S))
             x_col = recipe.quantizer(Role.INPUT_BWD).quantize(x_SH, orientation="col", group_list=ends)
         saved = [t for operand in (x_col, a_col) for t in _tensors(operand)]
         ctx.save_for_backward(
             *saved, h, y, weight_Tk, routing.order_S, routing.inverse_S, routing.token_S, ends, gate_up, down
         )
         ctx.sites, ctx.recipe, ctx.versions = sites, recipe, (gate_up.version, down.version)
-        T, k = weight_Tk.shape
-        # the k branches of a token are summed in FP32 and rounded once
-        chosen = y.index_select(0, routing.inverse_S).view(T, k, x_TH.shape[1])
-        return (chosen.float() * weight_Tk.float().unsqueeze(-1)).sum(1).to(dtype)
+        return _combine(y, routing.inverse_S.view(weight_Tk.shape), weight_Tk)
 
     @staticmethod
     @once_differentiable  # a second derivative through codes would be zero without a word
@@ -151,14 +177,13 @@ class _GroupedSwiGLU(torch.autograd.Function):
         gmm, dtype, fmt = recipe.backend.low_precision_grouped_matmul, g_TH.dtype, recipe.format
         gradient = recipe.quantizer(Role.GRAD_OUTPUT)
         wants_x, wants_weight, _, wants_gate_up, wants_down = ctx.needs_input_grad[:5]
-        T, k = weight_Tk.shape
+        place_Tk = inverse.view(weight_Tk.shape)
         dx = dweight = dgate_up = ddown = None
         if wants_weight:
-            chosen = y.index_select(0, inverse).view(T, k, g_TH.shape[1])
-            dweight = (chosen.float() * g_TH.float().unsqueeze(1)).sum(-1).to(weight_Tk.dtype)
-        g_S = g_TH.index_select(0, token).float() * weight_Tk.reshape(-1)[order].float().unsqueeze(1)
+            dweight = _dots(y, place_Tk, g_TH).to(weight_Tk.dtype)
+        gy = _for(recipe, ScaledRows(g_TH, token, weight_Tk.reshape(-1)[order].float()))
         gy_row, gy_col = gradient.quantize_sides(
-            g_S.to(dtype), row=wants_x or wants_gate_up, col=wants_down, group_list=ends
+            gy, row=wants_x or wants_gate_up, col=wants_down, group_list=ends
         )
         if gy_col is not None:
             a_col = QuantizedOperand(ac, as_, dtype, fmt, "col")
@@ -168,8 +193,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         if gy_row is not None:
             site = GemmSite(ctx.sites[1], "dgrad")
             da = gmm(gy_row, down.select("row"), ends, layout="NT", output_dtype=dtype, site=site)
-            gate, up = h.chunk(2, -1)
-            dh = torch.cat([torch.ops.aten.silu_backward(da * up, gate), da * F.silu(gate)], -1)
+            dh = _for(recipe, SwiGLUGradient(da, h))
             gh_row, gh_col = gradient.quantize_sides(dh, row=wants_x, col=wants_gate_up, group_list=ends)
             if gh_col is not None:
                 x_col, site = QuantizedOperand(xc, xs, dtype, fmt, "col"), GemmSite(ctx.sites[0], "wgrad")
@@ -178,7 +202,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
             if gh_row is not None:
                 site = GemmSite(ctx.sites[0], "dgrad")
                 dx_S = gmm(gh_row, gate_up.select("row"), ends, layout="NT", output_dtype=dtype, site=site)
-                dx = dx_S.index_select(0, inverse).view(T, k, g_TH.shape[1]).float().sum(1).to(dtype)
+                dx = _combine(dx_S, place_Tk, None)
         return dx, dweight, None, dgate_up, ddown, None, None, None
 
 

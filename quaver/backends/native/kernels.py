@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.backends.native.build import KernelStatus, build, failed
+from quaver.backends.native.memory import keep_freed_pages
 from quaver.formats import hif8, mxfp8
 
 _P, _I, _C = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -24,6 +25,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quaver_mx_decode_columns": (_P, _P, _I, _P, _I, _I, _P, _C),
     "quaver_mx_pack_rows": (_P, _P, _I, _I, _I, _P, _C),
     "quaver_mx_pack_columns": (_P, _P, _I, _I, _I, _P, _C),
+    "quaver_mx_experts": (_P, _P, _I, _I, _C, _P, _P, _P, _P, _P, _P, _C),
+    "quaver_fill_experts": (_P, _I, _P, _P, _C),
+    "quaver_combine": (_P, _P, _P, _I, _I, _I, _P, _C),
+    "quaver_products": (_P, _P, _P, _I, _I, _I, _P, _C),
     "quaver_amax": (_P, _C, _I, _I, _P, _C),
     "quaver_hif8_encode": (_P, _C, _I, _I, _P, _P, _P, _P, _C),
     "quaver_hif8_decode": (_P, _I, _P, _P, _C),
@@ -53,6 +58,7 @@ def _load() -> tuple[ctypes.CDLL | None, KernelStatus]:
             function.restype = _C if name in _INT_RESULT else None
     except (OSError, AttributeError) as error:
         return None, failed(status.compiler, f"{library} cannot be loaded: {error}")
+    keep_freed_pages()
     return loaded, status
 
 
@@ -69,7 +75,8 @@ def usable(*tensors: Tensor) -> bool:
     return _load()[0] is not None and not torch.compiler.is_compiling()
 
 
-def _call(name: str, *arguments: Any) -> int:
+def call(name: str, *arguments: Any) -> int:
+    """A kernel by name, with the number of threads as its last argument; its flags."""
     library = _load()[0]
     assert library is not None  # callers ask `usable` first
     result = getattr(library, name)(*arguments, torch.get_num_threads())
@@ -119,7 +126,29 @@ def quantize(
     if rows and cols:
         pitch = x.stride(0) if x.dim() == 2 else cols
         arguments = (_at(x), x.dtype is torch.float32, cols, pitch, _at(index), _at(ends), groups, inner, rceil)
-        flags = _call("quaver_mx_quantize", *arguments, *map(_at, first), *map(_at, second))
+        flags = call("quaver_mx_quantize", *arguments, *map(_at, first), *map(_at, second))
+    return _quantized(first, bool(flags & 1)), _quantized(second, bool(flags & 2))
+
+
+def quantize_computed(
+    inputs: ctypes.Structure,
+    shape: torch.Size,
+    *,
+    rceil: bool,
+    row: bool | None,
+    col: bool | None,
+    ends: Tensor | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """As `quantize`, of a BF16 tensor [rows, cols] that the kernel computes from `inputs` (see experts.py)."""
+    rows, cols = shape
+    blocks = -(-rows // mxfp8.BLOCK) if ends is None else int(mxfp8.group_scale_ends(ends)[-1])
+    first = _buffers(row, shape, torch.Size((rows, -(-cols // mxfp8.BLOCK))))
+    second = _buffers(col, shape, torch.Size((blocks, cols)))
+    flags = 0
+    if rows and cols:
+        groups = 1 if ends is None else ends.numel()
+        arguments = (ctypes.byref(inputs), _at(ends), groups, rows, rceil)
+        flags = call("quaver_mx_experts", *arguments, *map(_at, first), *map(_at, second))
     return _quantized(first, bool(flags & 1)), _quantized(second, bool(flags & 2))
 
 
@@ -159,7 +188,7 @@ def decode_rows(codes: Tensor, scales: Tensor, index: Tensor | None = None) -> T
     if out.numel() == 0:
         return out
     rows = shape[:-1].numel()
-    unsafe = _call("quaver_mx_decode_rows", _at(codes), _at(scales), _at(index), rows, shape[-1], _at(out))
+    unsafe = call("quaver_mx_decode_rows", _at(codes), _at(scales), _at(index), rows, shape[-1], _at(out))
     return None if unsafe else out
 
 
@@ -171,7 +200,7 @@ def decode_columns(codes: Tensor, scales: Tensor, ends: Tensor | None = None) ->
         return out
     inner, cols = codes.shape[-2:]
     groups = codes.shape[:-2].numel() if ends is None else ends.numel()
-    unsafe = _call(
+    unsafe = call(
         "quaver_mx_decode_columns", _at(codes), _at(scales), cols, _at(ends), groups, inner, _at(out)
     )
     return None if unsafe else out
@@ -187,7 +216,7 @@ def pack_into(codes: Tensor, scales: Tensor, *, columns: bool, address: int) -> 
         address: of features * contracted BF16 values.
     """
     name = "quaver_mx_pack_columns" if columns else "quaver_mx_pack_rows"
-    return not _call(name, _at(codes), _at(scales), 1, codes.shape[0], codes.shape[1], address)
+    return not call(name, _at(codes), _at(scales), 1, codes.shape[0], codes.shape[1], address)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -196,7 +225,7 @@ def amax(x: Tensor) -> Tensor:
     batch = x.shape[0] if x.dim() == 3 else 1
     out = torch.zeros(batch, dtype=torch.float32)
     if x.numel():
-        _call("quaver_amax", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(out))
+        call("quaver_amax", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(out))
     return out if x.dim() == 3 else out[0]
 
 
@@ -209,7 +238,7 @@ def hif8_quantize(x: Tensor, scale: Tensor, *, values: bool) -> Quantized:
     if x.numel():
         table = hif8.decode_table(torch.bfloat16)
         arguments = (_at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(scale))
-        _call("quaver_hif8_encode", *arguments, _at(codes), _at(decoded), _at(table))
+        call("quaver_hif8_encode", *arguments, _at(codes), _at(decoded), _at(table))
     return Quantized(codes, scale, decoded)
 
 
@@ -217,7 +246,7 @@ def hif8_decode(codes: Tensor) -> Tensor:
     """BF16 values of HiF8 codes, contiguous."""
     codes = codes.contiguous()
     out = torch.empty(codes.shape, dtype=torch.bfloat16)
-    _call("quaver_hif8_decode", _at(codes), codes.numel(), _at(hif8.decode_table(torch.bfloat16)), _at(out))
+    call("quaver_hif8_decode", _at(codes), codes.numel(), _at(hif8.decode_table(torch.bfloat16)), _at(out))
     return out
 
 
@@ -228,7 +257,7 @@ def hif8_decode_transposed(codes: Tensor) -> Tensor:
     out = torch.empty((*leading, cols, rows), dtype=torch.bfloat16)
     batch = codes.shape[:-2].numel()
     table = hif8.decode_table(torch.bfloat16)
-    _call("quaver_hif8_decode_transposed", _at(codes), batch, rows, cols, _at(table), _at(out))
+    call("quaver_hif8_decode_transposed", _at(codes), batch, rows, cols, _at(table), _at(out))
     return out
 
 

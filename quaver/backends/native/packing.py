@@ -25,6 +25,8 @@ PANEL = 64
 
 KNOWN_TORCH = "2.13."
 POOL_BYTES = 256 << 20
+LARGE = 1 << 20  # elements of a weight from which packing shortens a product of any length by 3 % or more
+FEW_ROWS = 128  # rows below which it shortens a product with a smaller weight by 5 % or more
 CHECK_ROWS = (5, 64)
 
 
@@ -40,6 +42,11 @@ def supported() -> bool:
         )
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+def pays(rows: int, contracted: int, features: int) -> bool:
+    """True if products of this many rows gain more than their copy into a grouped result costs (measured)."""
+    return contracted * features >= LARGE or rows < FEW_ROWS
 
 
 class _Pool(threading.local):

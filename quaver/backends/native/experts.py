@@ -1,0 +1,192 @@
+"""The experts' computed sources on the kernels: SwiGLU, its gradient, gathered and weighted rows, and the sums.
+
+Bits are those of torch's operators. SiLU of BF16 is looked up in torch's own results over all bit patterns; the two
+factors of its derivative are kept only where they reproduce torch's FP32 silu_backward exactly, which depends on
+the vector code that torch runs. May import: torch, kernels, sources.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quaver.backends.native import kernels
+from quaver.backends.native.kernels import Quantized, ends_fit, usable
+from quaver.backends.sources import GatheredRows, RowSource, ScaledRows, SwiGLU, SwiGLUGradient
+
+LANES = 64
+"""Widths that are multiples of it have no rest that torch would compute by its scalar code."""
+
+LARGEST_K = 16
+"""torch sums fewer rows than this one after the other."""
+
+PRODUCTS = 1 << 17  # FP32 products at a time: half a second-level cache
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("a", "b", "index", "weight", "silu", "slope")),
+        ("cols", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    silu: Tensor  # BF16 [65536]
+    slope: Tensor  # FP32 [65536, 2]
+
+
+@cache
+def _tables() -> _Tables | None:
+    """None where torch's silu_backward is not what the kernel computes."""
+    with torch.inference_mode(False), torch.no_grad():
+        patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        x = patterns.float()
+        sigmoid = torch.sigmoid(x)
+        once = (1 + x.double() * (1 - sigmoid).double()).float()  # where the compiler fused multiply and add
+        twice = 1 + x * (1 - sigmoid)
+        generator = torch.Generator().manual_seed(0)
+        for rest in (once, twice):
+            if all(_reproduces(x, sigmoid, rest, generator) for _ in range(4)):
+                return _Tables(torch.nn.functional.silu(patterns), torch.stack([sigmoid, rest], 1))
+    return None
+
+
+def _reproduces(x: Tensor, sigmoid: Tensor, rest: Tensor, generator: torch.Generator) -> bool:
+    dy = torch.randn(x.shape, generator=generator)
+    wanted = torch.ops.aten.silu_backward(dy, x)
+    return torch.allclose(dy * sigmoid * rest, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def _inputs(source: RowSource) -> tuple[_Inputs, tuple[Tensor, ...]] | None:
+    """The kernel's view of a source, and the tensors that it points into; None where no kernel takes it."""
+    at, held = Tensor.data_ptr, cast(tuple[Tensor, ...], ())
+    if source.dtype is not torch.bfloat16:
+        return None
+    cols = source.shape[1]
+    if isinstance(source, ScaledRows):
+        held = (source.g.contiguous(), source.index.contiguous(), source.weight.contiguous())
+        fits = held[1].dtype is torch.int64 and held[2].dtype is torch.float32
+        if not fits or not usable(*held) or not _within(held[1], held[0].shape[0]):
+            return None
+        return _Inputs(0, at(held[0]), None, at(held[1]), at(held[2]), None, None, cols), held
+    if not isinstance(source, SwiGLU | SwiGLUGradient):
+        return None
+    tables, half = _tables(), source.h.shape[1] // 2
+    if tables is None or half % LANES or not usable(source.h):
+        return None
+    h = source.h.contiguous()
+    if isinstance(source, SwiGLU):
+        held = (h, tables.silu, tables.slope)
+        return _Inputs(1, at(h), None, None, None, at(tables.silu), at(tables.slope), cols), held
+    da = source.da.contiguous()
+    if not usable(da) or da.dtype is not torch.bfloat16:
+        return None
+    held = (da, h, tables.silu, tables.slope)
+    return _Inputs(2, at(da), at(h), None, None, at(tables.silu), at(tables.slope), cols), held
+
+
+def _within(index: Tensor, rows: int) -> bool:
+    """True of row numbers that lie in 0..rows - 1: a kernel follows them without looking."""
+    if index.numel() == 0:
+        return True
+    lowest, highest = torch.aminmax(index)
+    return int(lowest) >= 0 and int(highest) < rows
+
+
+def quantize(
+    source: RowSource, *, rceil: bool, row: bool | None, col: bool | None, ends: Tensor | None
+) -> tuple[Quantized | None, Quantized | None] | None:
+    """MXFP8 of a source as in `kernels.quantize`; None where no kernel takes it."""
+    if ends is not None and not ends_fit(ends, source.shape[0]):
+        return None
+    if isinstance(source, GatheredRows):
+        x, index = source.x, source.index
+        fits = x.dtype in (torch.bfloat16, torch.float32) and x.ndim == 2 and index.dtype is torch.int64
+        if not fits or not usable(x, index) or not index.is_contiguous() or not _within(index, x.shape[0]):
+            return None
+        return kernels.quantize(x, rceil=rceil, row=row, col=col, ends=ends, index=index)
+    found = _inputs(source)
+    if found is None:
+        return None
+    return kernels.quantize_computed(found[0], source.shape, rceil=rceil, row=row, col=col, ends=ends)
+
+
+def fill(source: RowSource) -> tuple[Tensor, Tensor] | None:
+    """A source as a BF16 tensor, and its FP32 amax (0-d); None where no kernel takes it."""
+    found = _inputs(source)
+    if found is None:
+        return None
+    out, amax = torch.empty(source.shape, dtype=torch.bfloat16), torch.zeros(())
+    if out.numel():
+        kernels.call(
+            "quaver_fill_experts", ctypes.byref(found[0]), out.shape[0], out.data_ptr(), amax.data_ptr()
+        )
+    return out, amax
+
+
+def combine(y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor | None:
+    """sum_k weight[t, k] * y[place[t, k]] in FP32, rounded once to BF16; None where no kernel takes it.
+
+    Args:
+        y: BF16 [S, H].
+        place: int64 [T, k], rows of y; each below S.
+        weight: FP32 [T, k], or None for a plain sum.
+    """
+    tensors = (y, place) if weight is None else (y, place, weight)
+    if not usable(*tensors) or not all(t.is_contiguous() for t in tensors) or y.dtype is not torch.bfloat16:
+        return None
+    if weight is not None and weight.dtype is not torch.float32:
+        return None
+    tokens, k = place.shape
+    if k >= LARGEST_K or y.shape[1] % LANES or not y.numel() or not _within(place, y.shape[0]):
+        return None
+    out = torch.empty((tokens, y.shape[1]), dtype=torch.bfloat16)
+    kernels.call(
+        "quaver_combine",
+        y.data_ptr(),
+        place.data_ptr(),
+        None if weight is None else weight.data_ptr(),
+        tokens,
+        k,
+        y.shape[1],
+        out.data_ptr(),
+    )
+    return out
+
+
+def dots(y: Tensor, place: Tensor, g: Tensor) -> Tensor | None:
+    """FP32 [T, k]: the products of y[place[t, k]] and g[t], summed over H by torch; None where no kernel takes it.
+
+    Args:
+        y: BF16 [S, H]. place: int64 [T, k], rows of y. g: BF16 [T, H].
+    """
+    if not usable(y, place, g) or not all(t.is_contiguous() for t in (y, place, g)) or not y.numel():
+        return None
+    if y.dtype is not torch.bfloat16 or g.dtype is not torch.bfloat16 or not _within(place, y.shape[0]):
+        return None
+    (tokens, k), cols = place.shape, y.shape[1]
+    out = torch.empty((tokens, k))
+    step = max(1, PRODUCTS * torch.get_num_threads() // (k * cols))
+    products = torch.empty((min(step, tokens), k, cols))
+    for start in range(0, tokens, step):
+        some = place[start : start + step]
+        part = products[: len(some)]
+        kernels.call(
+            "quaver_products",
+            y.data_ptr(),
+            some.data_ptr(),
+            g[start].data_ptr(),
+            len(some),
+            k,
+            cols,
+            part.data_ptr(),
+        )
+        torch.sum(part, -1, out=out[start : start + step])
+    return out
