@@ -1,8 +1,9 @@
 """`quaver`: the verbs and their exit codes.
 
-0 ok; 2 config, plan or capability errors and wrong usage, nothing was started; 3 the run failed, or an error
-that nobody foresaw (with its traceback); 130 stopped by a second Ctrl-C. Verbs import what they need when
-they run, so that `quaver --help` needs no torch. May import: the verbs of this room.
+0 ok, also where SIGTERM ended a run before training; 2 config, plan or capability errors and wrong usage, nothing was
+started; 3 the run failed, or an error that nobody foresaw (with its traceback); 130 stopped by a second Ctrl-C, or by
+one before training. Verbs import what they need when they run, so that `quaver --help` needs no torch.
+May import: the verbs of this room.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quaver.cli.bench import bench
 from quaver.cli.console import note, show_error, show_warnings
 from quaver.cli.doctor import doctor
 from quaver.cli.export import export
-from quaver.cli.launch import record_error
+from quaver.cli.launch import LAUNCHED, end_with_launcher, record_error
 from quaver.cli.plan import plan
 from quaver.cli.report import report
 from quaver.cli.train import train
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     Args:
         argv: arguments without the program's name; None: those of the process.
     """
+    if LAUNCHED in os.environ:
+        end_with_launcher()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal's encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from quaver.cli.console import err, out, printable, stdout_kept_clean, write_json
+from quaver.cli.early_stop import EarlyStop
+from quaver.cli.launch import LAUNCHED, launch
 from quaver.cli.options import CONFIG, JSON, OVERRIDES
 from quaver.errors import ConfigError
 
@@ -30,6 +32,7 @@ def _help_config(wanted: bool) -> None:
 
 
 def train(
+    context: typer.Context,
     config: CONFIG,
     overrides: OVERRIDES = None,
     nproc: Annotated[
@@ -70,6 +73,9 @@ def train(
     """
     if name is not None and out_dir is not None:
         raise ConfigError("both name the run's folder", where="--name and --out", remedy="give one of them")
+    if not dry_run:
+        rank = os.environ.get("RANK", "0")
+        context.with_resource(EarlyStop(launched=LAUNCHED in os.environ, speaks=rank == "0"))
     from quaver.config import Override, load_config
 
     changes = list(overrides or ())
@@ -106,15 +112,15 @@ def _launch(
     as_json: bool,
 ) -> NoReturn:
     """Starts the ranks; what can be known beforehand is told once, here, and not by each of them."""
-    from quaver.cli.launch import launch
     from quaver.training import dry_run
+    from quaver.training.lock import folder_locked_by
 
     dry_run(run_config, nproc, nproc)
     arguments = ["train", str(path), *changes]
     if out_dir is not None:
         arguments += ["--out", str(out_dir)]
     arguments += ["--resume"] * resume + ["--json"] * as_json
-    raise typer.Exit(launch(arguments, nproc))
+    raise typer.Exit(launch(arguments, nproc, lambda pid: folder_locked_by(pid, run_config.name, out_dir)))
 
 
 def _train(config: RunConfig, out_dir: Path | None, resume: bool) -> tuple[RunResult, Observer]:

@@ -15,7 +15,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Entered: the first signal only sets `requested`; a second SIGINT raises KeyboardInterrupt."""
+    """Entered: the first signal only sets `requested`; a second SIGINT raises KeyboardInterrupt.
+
+    Left: the handlers that were there before come back, or what they name as their `afterwards`: a handler for a
+    program's start-up has no place after the run.
+    """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.requested = False
@@ -32,7 +36,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, getattr(handler, "afterwards", handler))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

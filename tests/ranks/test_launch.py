@@ -15,7 +15,10 @@ import pytest
 import yaml
 from helpers.micro import micro_document
 from helpers.ranks import free_port
-from helpers.saved import checkpoint_of
+from helpers.saved import checkpoint_of, differing, metric_lines, saved_tensors
+
+from quaver.cli.early_stop import LINE as STOPPED_EARLY
+from quaver.training.lock import run_lock
 
 pytestmark = pytest.mark.slow
 MATRIX = pytest.mark.skipif(not os.environ.get("QUAVER_MATRIX"), reason="part of `make test-matrix`")
@@ -55,16 +58,23 @@ class Started:
             )
 
     def ranks(self) -> dict[int, int]:
-        """Rank -> pid of the launcher's processes."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        found = {}
-        for child in children:
-            words = dict(
-                word.split("=", 1) for word in Path(f"/proc/{child}/environ").read_text().split("\0") if word
-            )
-            found[int(words["RANK"])] = int(child)
+        """Rank -> pid of the launcher's processes, as far as it has started them."""
+        pid, found = self.process.pid, {}
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            try:
+                environment = Path(f"/proc/{child}/environ").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # some short command that importing torch asks
+            words = dict(word.split("=", 1) for word in environment.split("\0") if "=" in word)
+            if words.get("QUAVER_LAUNCHED") == str(pid):
+                found[int(words["RANK"])] = int(child)
         return found
+
+    def catches_sigterm(self, pid: int | None = None) -> bool:
+        """Whether a process, the command's own by default, has a handler for SIGTERM by now."""
+        status = Path(f"/proc/{pid or self.process.pid}/status").read_text()
+        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
     def wait(self, seconds: float = WAIT) -> int:
         return self.process.wait(seconds)
@@ -80,8 +90,8 @@ class Started:
 def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     started = []
 
-    def made(*command: object) -> Started:
-        started.append(Started(tmp_path, *command))
+    def made(*command: object, folder: Path = tmp_path) -> Started:
+        started.append(Started(folder, *command))
         return started[-1]
 
     yield made
@@ -101,6 +111,14 @@ def until(started: Started, condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def gone(pid: int) -> bool:
+    """Also of a process whose new parent has not asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def steps_of(run: Path) -> int:
     file = run / "metrics.jsonl"
     return sum('"loss"' in line for line in file.read_text().splitlines()) if file.exists() else 0
@@ -115,6 +133,7 @@ def test_two_ranks_speak_with_one_voice(write, start, tmp_path) -> None:
     started = start("quaver", "train", write(), "--nproc", 2, "--out", run)
     assert started.wait() == 0, started.stderr()
     assert started.stdout().count("finished 4 steps") == 1
+    assert started.stderr().count("starting 2 ranks\n") == 1
     assert started.stderr().count("building the model") == 1
     assert "128 tokens/step" in started.stderr()
     assert steps_of(run) == 4
@@ -164,6 +183,7 @@ def test_a_killed_rank_ends_all_and_is_named(write, start, tmp_path, dead: int) 
     os.kill(pids[dead], signal.SIGKILL)
     assert started.wait(LIMIT) == 3, started.stderr()
     assert f"rank {dead} was ended by SIGKILL" in started.stderr()
+    assert "stopping" not in started.stderr()  # nobody has asked for it
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
@@ -208,3 +228,131 @@ def test_a_wrong_config_is_told_once(write, start, tmp_path, changes: dict, told
     assert started.stderr().count("remedy:") == 1
     assert told in started.stderr()
     assert "Traceback" not in started.stderr()
+
+
+@pytest.mark.parametrize("when", ["launcher", pytest.param("at once", marks=MATRIX), "ranks"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGINT", marks=MATRIX)])
+def test_a_signal_before_training_ends_at_once_and_leaves_nothing(
+    write, start, tmp_path, how: str, when: str
+) -> None:
+    """To a launcher that has no ranks yet, to one that has just started them, and while they import torch."""
+    run = tmp_path / "run"
+    started = start("quaver", "train", write(ENDLESS), "--nproc", 2, "--out", run)
+    if when == "launcher":
+        until(started, started.catches_sigterm)
+    else:
+        until(started, lambda: len(started.ranks()) == 2)
+    if when == "ranks":
+        until(started, lambda: all(started.catches_sigterm(pid) for pid in started.ranks().values()))
+    pids = started.ranks()
+    started.process.send_signal(getattr(signal, how))
+    told = started.stderr() + {"SIGTERM": f"{STOPPED_EARLY}\n", "SIGINT": "stopped\n"}[how]
+    assert started.wait(LIMIT) == {"SIGTERM": 0, "SIGINT": 130}[how], started.stderr()
+    assert started.stderr() in (told, "starting 2 ranks\n" + told)
+    assert started.stdout() == ""
+    assert all(gone(pid) for pid in pids.values())
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"), [("SIGTERM", 0, f"{STOPPED_EARLY}\n"), ("SIGINT", 130, "stopped\n")]
+)
+def test_one_process_ends_alike_before_training(write, start, tmp_path, how: str, code: int, told: str) -> None:
+    run = tmp_path / "run"
+    started = start("quaver", "train", write(ENDLESS), "--out", run)
+    until(started, started.catches_sigterm)
+    started.process.send_signal(getattr(signal, how))
+    assert started.wait(WAIT) == code, started.stderr()
+    assert started.stderr() == told
+    assert not run.exists()
+
+
+@MATRIX
+def test_a_second_ctrl_c_kills_the_ranks_and_names_the_folder(write, start, tmp_path) -> None:
+    """One step of 3000 micro-steps would go on for long."""
+    run = tmp_path / "run"
+    config = write({"training": {"steps": 10}})
+    command = ("train", config, "--nproc", 2, "--out", run, "gradient_accumulation_steps=3000")
+    started = start("quaver", *command)
+    until(started, lambda: "parameters" in started.stderr())
+    time.sleep(0.5)
+    pids = started.ranks()
+    started.process.send_signal(signal.SIGINT)
+    until(started, lambda: "stopping after this step" in started.stderr())
+    started.process.send_signal(signal.SIGINT)
+    assert started.wait(LIMIT) == 130, started.stderr()
+    assert f"\nstopped: {run} is incomplete\n" in started.stderr()
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_ranks_end_with_their_launcher_and_the_folder_has_one_writer(write, start, tmp_path) -> None:
+    """SIGKILL is what an out-of-memory killer sends, and nothing can be handed on then."""
+    run = tmp_path / "run"
+    config = write(ENDLESS)
+    started = start("quaver", "train", config, "--nproc", 2, "--out", run)
+    until(started, lambda: steps_of(run) >= 2)
+    pids = started.ranks()
+    steps = steps_of(run)
+    (tmp_path / "second").mkdir()
+    second = start("quaver", "train", config, "--resume", "--out", run, folder=tmp_path / "second")
+    assert second.wait() == 2, second.stderr()
+    assert f"process {pids[0]} on " in second.stderr()
+    assert f"where: {run}/.lock" in second.stderr()
+    until(started, lambda: steps_of(run) > steps)  # the first goes on
+    started.process.kill()
+    end = time.monotonic() + LIMIT
+    while not all(gone(pid) for pid in pids.values()):
+        assert time.monotonic() < end, started.stderr()
+        time.sleep(0.05)
+    with run_lock(run):  # what a killed run leaves locks nothing
+        pass
+
+
+@MATRIX
+def test_a_rank_killed_in_an_asynchronous_save_loses_no_bit(write, start, tmp_path) -> None:
+    """Rank 1 dies in a save; the resumed run ends as the one that was never killed."""
+    run, unbroken = tmp_path / "run", tmp_path / "unbroken"
+    config = write(
+        {
+            "training": {"steps": 12, "validate_every": 4},
+            "checkpoint": {"every": 1, "asynchronous": True},
+        }
+    )
+    started = start("quaver", "train", config, "--nproc", 2, "--out", unbroken)
+    assert started.wait() == 0, started.stderr()
+    for attempt in range(4):
+        options = ["--resume"] * (attempt > 0)
+        started = start("quaver", "train", config, "--nproc", 2, "--out", run, *options)
+        before = newest(run)
+        until(started, lambda: newest(run) > before and begun(run) > newest(run))  # noqa: B023
+        os.kill(started.ranks()[1], signal.SIGKILL)
+        assert started.wait(LIMIT) == 3, started.stderr()
+        assert "rank 1 was ended by SIGKILL" in started.stderr()
+        if begun(run) > newest(run):
+            break
+    assert 0 < newest(run) < begun(run), "no kill has met a save"
+    kept = newest(run)
+    started = start("quaver", "train", config, "--nproc", 2, "--out", run, "--resume")
+    assert started.wait() == 0, started.stderr()
+    assert f"resuming from step-{kept:08d}" in started.stderr()
+    assert metric_lines(run) == metric_lines(unbroken)
+    ends = [saved_tensors(checkpoint_of(folder, 12)) for folder in (run, unbroken)]
+    assert len(ends[0]) > 10
+    assert differing(*ends) == []
+    assert not list((run / "checkpoints").glob("*.tmp-*"))
+
+
+def newest(run: Path) -> int:
+    """Step of the newest whole checkpoint, 0 without any."""
+    return max((int(path.name[5:]) for path in run.glob("checkpoints/step-????????")), default=0)
+
+
+def begun(run: Path) -> int:
+    """Step of the newest save that has written a byte and was not renamed, 0 without any."""
+    steps = [0]
+    for file in run.glob("checkpoints/step-*.tmp-*/*"):
+        try:
+            steps += [int(file.parent.name[5:13])] * (file.stat().st_size > 0)
+        except FileNotFoundError:
+            continue  # renamed while we looked
+    return max(steps)
