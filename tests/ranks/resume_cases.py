@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cases import whole, whole_masters
 
 from quaver.assembly import Assembly
+from quaver.checkpoint import CheckpointManager
 from quaver.distributed import gather_rows, local_tensor
 from quaver.training import step as steps
 from quaver.training import train
@@ -22,12 +23,22 @@ from quaver.training import train
 def leg(case: dict[str, Any]) -> dict[str, Any]:
     """Trains from `case["start"]` steps on; returns how it ended and what its first step started from.
 
-    `first`: digests of masters and moments, and the summed nats of each micro-batch in the order of the data.
+    `first`: digests of masters and moments, and the summed nats of each micro-batch in the order of the data;
+    `windows`: what each sample of the leg holds, in that order; `beside`: for each save that was asked for, whether
+    it was still being written when the training went on.
     """
     accumulate, token_nats = steps.accumulate, steps.token_nats
     nats: list[float] = []
     taken = [case["start"]]
     first: dict[str, Any] = {}
+    windows: list[str] = []
+    beside: list[bool] = []
+    save = CheckpointManager.save
+
+    def watched_save(self: CheckpointManager, *arguments: Any) -> Any:
+        path = save(self, *arguments)
+        beside.append(self.in_flight)
+        return path
 
     def watched_nats(model: Any, batch: Any) -> torch.Tensor:
         loss = token_nats(model, batch)
@@ -40,6 +51,7 @@ def leg(case: dict[str, Any]) -> dict[str, Any]:
         if begins:
             first.update(masters=digests(whole_masters(assembly)), moments=digests(moments(assembly)))
             nats.clear()
+        windows.extend(samples(batches))
         loss, tokens = accumulate(assembly, batches)
         if begins:
             rows = gather_rows(torch.tensor(nats, dtype=torch.float64))
@@ -50,11 +62,28 @@ def leg(case: dict[str, Any]) -> dict[str, Any]:
         return loss, tokens
 
     steps.accumulate, steps.token_nats = watched, watched_nats
+    CheckpointManager.save = watched_save
     try:
         result = train(case["document"], case["overrides"], out=case["out"], resume=case.get("resume", False))
     finally:
         steps.accumulate, steps.token_nats = accumulate, token_nats
-    return {"steps": result.steps, "val_loss": result.val_loss.hex(), "first": first}
+        CheckpointManager.save = save
+    return {
+        "steps": result.steps,
+        "val_loss": result.val_loss.hex(),
+        "first": first,
+        "windows": windows,
+        "beside": beside,
+    }
+
+
+def samples(batches: Any) -> list[str]:
+    """A digest of each sample of a step, over all ranks, in the order of the data: micro-steps, ranks, rows."""
+    rows = [row for batch in batches for row in batch.input_ids]
+    mine = [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:15] for row in rows]
+    found = gather_rows(torch.tensor([int(digest, 16) for digest in mine]))
+    in_order = found.view(len(found), len(batches), -1).transpose(0, 1).flatten()
+    return [f"{number:015x}" for number in in_order.tolist()]
 
 
 def moments(assembly: Assembly) -> dict[str, torch.Tensor]:

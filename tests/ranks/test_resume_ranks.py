@@ -1,13 +1,15 @@
 """Train 12 steps, or stop after 4, resume, stop after 8 and resume again: the same bits, each leg in fresh processes.
 
-On the way lie two epoch boundaries of a corpus of few windows, the end of the warm-up, the start of the decay and two
-skipped steps, with two micro-batches a step. With another number of ranks the loaded state and the first loss of each
-micro-batch are the same; sums over ranks are then made in another order, so nothing more is claimed.
+In each leg an epoch of a corpus of few windows ends; on the way lie the end of the warm-up, the start of the decay and
+two skipped steps, with two micro-batches a step. In one case the first and the last leg save beside the training.
+With another number of ranks the loaded state and the first loss of each micro-batch are the same; sums over ranks are
+then made in another order, so nothing more is claimed.
 The rest of the matrix is `make test-matrix`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -23,12 +25,13 @@ ALL = [(fmt, ranks) for fmt in ("mxfp8", "hif8", "bf16") for ranks in (1, 2)]
 MATRIX = bool(os.environ.get("QUAVER_MATRIX"))
 CHOSEN = ALL if MATRIX else [("mxfp8", 2)]
 STEPS, STOPS, POISON = 12, (4, 8), (2, 6)
+BESIDE = {("mxfp8", 2): ("checkpoint.asynchronous=true",)}  # how the first and the last leg save
 
 
 def few_documents(folder: Path) -> Path:
-    """About thirty windows of 32 tokens."""
+    """Fourteen windows of 32 tokens to train on."""
     for number in range(12):
-        text = f"Document {number}: " + " ".join(f"{number * k % 97}" for k in range(30, 60)) + ".\n"
+        text = f"Document {number}: " + " ".join(f"{number * k % 97}" for k in range(30, 42)) + ".\n"
         (folder / f"{number:02}.txt").write_text(text)
     return folder
 
@@ -69,16 +72,17 @@ def runs(make, tmp_path_factory):
             root = tmp_path_factory.mktemp(f"{fmt}-{ranks}")
             whole, broken, early = root / "whole", root / "broken", root / "early"
             unbroken = make(fmt, ranks, whole)
-            make(fmt, ranks, broken, f"training.stop_after={STOPS[0]}")
+            beside = BESIDE.get((fmt, ranks), ())
+            first = make(fmt, ranks, broken, f"training.stop_after={STOPS[0]}", *beside)
             shutil.copytree(broken, early)
             second = make(fmt, ranks, broken, f"training.stop_after={STOPS[1]}", start=STOPS[0])
-            third = make(fmt, ranks, broken, start=STOPS[1])
+            third = make(fmt, ranks, broken, *beside, start=STOPS[1])
             kept[fmt, ranks] = {
                 "whole": whole,
                 "broken": broken,
                 "early": early,
-                "second": second,
-                "ends": (unbroken, third),
+                "unbroken": unbroken,
+                "legs": (first, second, third),
             }
         return kept[fmt, ranks]
 
@@ -88,7 +92,7 @@ def runs(make, tmp_path_factory):
 @pytest.mark.parametrize(("fmt", "ranks"), CHOSEN)
 def test_two_resumes_end_where_the_unbroken_run_ends(runs, fmt: str, ranks: int) -> None:
     run = runs(fmt, ranks)
-    unbroken, resumed = run["ends"]
+    unbroken, resumed = run["unbroken"], run["legs"][-1]
     assert (resumed["steps"], resumed["val_loss"]) == (STEPS, unbroken["val_loss"])
     lines = metric_lines(run["whole"])
     assert metric_lines(run["broken"]) == lines
@@ -110,20 +114,33 @@ def test_two_resumes_end_where_the_unbroken_run_ends(runs, fmt: str, ranks: int)
 
 @pytest.mark.parametrize(("fmt", "ranks"), CHOSEN)
 def test_an_epoch_ends_in_each_leg(runs, fmt: str, ranks: int) -> None:
-    """The cursor of each stop lies inside another pass over the training windows."""
-    from quaver.config import load_config
-    from quaver.data import prepare_data
-
+    """Read off the samples themselves: each pass holds every window once, in an order of its own."""
     run = runs(fmt, ranks)
-    config = load_config(run["whole"] / "config.yaml")
-    (stream,) = prepare_data(config.data, seed=config.seed).train.streams
-    windows = stream.windows(config.data.seq_len)
-    cursors = [saved_state(checkpoint_of(run["early"], 4))["loader"]["cursor"]]
-    cursors += [step * cursors[0] // 4 for step in STOPS[1:]]
-    cursors.append(saved_state(checkpoint_of(run["broken"], STEPS))["loader"]["cursor"])
-    epochs = [cursor // windows for cursor in cursors]
-    assert len(set(epochs)) > 1, (windows, cursors)
-    assert all(cursor % windows for cursor in cursors[:2]), "a stop on the boundary proves less"
+    order = run["unbroken"]["windows"]
+    per_step = 2 * 2 * ranks
+    assert len(order) == STEPS * per_step
+    legs = [leg["windows"] for leg in run["legs"]]
+    assert [*itertools.chain(*legs)] == order
+    windows = len(set(order))
+    passes = [order[start : start + windows] for start in range(0, len(order) - windows + 1, windows)]
+    assert all(sorted(one) == sorted(set(order)) for one in passes), "a pass is not every window once"
+    assert len({tuple(one) for one in passes}) == len(passes) >= 3
+    bounds = [step * per_step for step in (0, *STOPS, STEPS)]
+    for start, end in itertools.pairwise(bounds):
+        inside = [sample for sample in range(start + 1, end) if sample % windows == 0]
+        assert inside, f"no epoch ends between samples {start} and {end}"
+        assert end % windows, "a stop on the boundary proves less"
+    for name, step in (("early", STOPS[0]), ("broken", STEPS)):
+        assert saved_state(checkpoint_of(run[name], step))["loader"]["cursor"] == step * per_step
+
+
+@pytest.mark.parametrize(("fmt", "ranks"), CHOSEN)
+def test_saves_go_on_beside_the_training_where_the_case_says_so(runs, fmt: str, ranks: int) -> None:
+    run = runs(fmt, ranks)
+    beside = (fmt, ranks) in BESIDE
+    for leg, asynchronous in zip(run["legs"], (beside, False, beside)):
+        assert leg["beside"] == [asynchronous] * 2
+    assert run["unbroken"]["beside"] == [False] * 6
 
 
 @pytest.mark.parametrize(("fmt", "ranks"), CHOSEN)
@@ -143,7 +160,7 @@ def test_another_number_of_ranks_starts_from_the_same_bits(
     other = 3 - ranks
     moved = shutil.copytree(run["early"], tmp_path / "moved")
     answer = make(fmt, other, moved, "training.stop_after=5", start=STOPS[0], accumulation=2 * ranks // other)
-    same = run["second"]["first"]
+    same = run["legs"][1]["first"]
     assert len(same["nats"]) == 2 * ranks
     assert len(set(same["nats"])) > 1
     assert answer["first"] == same
