@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quaver.checkpoint.background import give_way
 from quaver.checkpoint.dcp import finish_writing, start_writing, write_tensors
 from quaver.checkpoint.files import not_written, write_durably
 from quaver.checkpoint.find import Found, find_latest, step_name
@@ -61,7 +62,11 @@ class CheckpointManager:
             [dist.new_group(backend="gloo") for _ in range(2 if asynchronous else 1)] if several else []
         )
         self._ranks = Ranks(self._groups[0] if several else None)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._executor = (
+            ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=give_way)
+            if asynchronous
+            else None
+        )
         self._pending: Future[Path] | None = None
         self._saved: Path | None = None
         self._ranks.first_does(self._steps.clean)
