@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import whole, whole_masters
+from cases import reference_case, train_or_refuse, whole, whole_masters
 
 from quaver.assembly import Assembly
 from quaver.checkpoint import CheckpointManager
@@ -84,6 +85,23 @@ def samples(batches: Any) -> list[str]:
     found = gather_rows(torch.tensor([int(digest, 16) for digest in mine]))
     in_order = found.view(len(found), len(batches), -1).transpose(0, 1).flatten()
     return [f"{number:015x}" for number in in_order.tolist()]
+
+
+def unbroken_and_resumed(case: dict[str, Any]) -> dict[str, Any]:
+    """A run to its end; and one that stops, is copied as it is then, and goes on."""
+    shared = {**case, "start": 0}
+    leg({**shared, "out": case["whole"]})
+    leg({**shared, "out": case["broken"], "overrides": [*case["overrides"], f"training.stop_after={case['stop']}"]})
+    if dist.get_rank() == 0:
+        shutil.copytree(case["broken"], case["early"])
+    dist.barrier()
+    return leg({**shared, "out": case["broken"], "start": case["stop"], "resume": True})
+
+
+def one_of(case: dict[str, Any]) -> dict[str, Any]:
+    """The function that the case names, so that cases of several share one start of the ranks."""
+    chosen = (leg, reference_case, train_or_refuse, unbroken_and_resumed)
+    return {function.__name__: function for function in chosen}[case["do"]](case)
 
 
 def moments(assembly: Assembly) -> dict[str, torch.Tensor]:
