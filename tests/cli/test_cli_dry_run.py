@@ -12,6 +12,7 @@ import pytest
 
 from quaver.config import load_config
 from quaver.errors import CapabilityError
+from quaver.low_precision import HiF8Tensor, MXFP8Tensor
 from quaver.training import preflight
 
 Run = Callable[..., Any]
@@ -122,15 +123,15 @@ def test_state_bytes_by_hand(tiny: Tiny) -> None:
     assembly = preflight.plan_on_meta(load_config(file))
     total = sum(p.numel() for p in assembly.model.parameters())
     low = 2 * (64 * 32 + 48 * 32 + 64 * 32 + 32 * 32) + 4 * (64 * 32 + 32 * 32)
-    found = preflight.state_bytes(assembly.model, "mxfp8_e4m3")
+    found = preflight.state_bytes(assembly.model, MXFP8Tensor.BYTES)
     assert found == preflight.StateBytes(4 * total, 8 * (total - 288 * 32), low * 2 + low // 16)
-    assert preflight.state_bytes(assembly.model, "hif8").codes == low
+    assert preflight.state_bytes(assembly.model, HiF8Tensor.BYTES).codes == low
     assert preflight.state_bytes(assembly.model, None).codes == 0
 
 
 def test_memory_is_that_of_the_ranks_here(tiny: Tiny) -> None:
     assembly = preflight.plan_on_meta(load_config(tiny()))
-    need = preflight.state_bytes(assembly.model, "mxfp8_e4m3").total
+    need = preflight.state_bytes(assembly.model, MXFP8Tensor.BYTES).total
     for shards, here, wanted in (
         (1, 1, need),
         (2, 2, need),
