@@ -323,14 +323,20 @@ def test_a_rank_killed_in_an_asynchronous_save_loses_no_bit(write, start, tmp_pa
     for attempt in range(4):
         options = ["--resume"] * (attempt > 0)
         started = start("quaver", "train", config, "--nproc", 2, "--out", run, *options)
-        before = newest(run)
-        until(started, lambda: newest(run) > before and begun(run) > newest(run))  # noqa: B023
+        before, saving = newest(run), 0
+
+        def in_a_later_save() -> bool:
+            nonlocal saving
+            saving = begun(run)
+            return newest(run) > before and saving > newest(run)  # noqa: B023
+
+        until(started, in_a_later_save)
         os.kill(started.ranks()[1], signal.SIGKILL)
         assert started.wait(LIMIT) == 3, started.stderr()
         assert "rank 1 was ended by SIGKILL" in started.stderr()
-        if begun(run) > newest(run):
+        if newest(run) < saving:
             break
-    assert 0 < newest(run) < begun(run), "no kill has met a save"
+    assert 0 < newest(run) < saving, "no kill has met a save"
     kept = newest(run)
     started = start("quaver", "train", config, "--nproc", 2, "--out", run, "--resume")
     assert started.wait() == 0, started.stderr()
