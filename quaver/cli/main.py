@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
@@ -119,8 +120,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _leave(code: str | int | None) -> NoReturn:
-    """Ends the process; with several ranks at once, since ranks that tear gloo down one by one can abort."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    """Ends the process; at once with several ranks, since ranks that tear gloo down one by one can abort.
+
+    A second Ctrl-C ends it at once too where Python would wait for a thread, such as that of a save in flight.
+    """
+    waits = any(t is not threading.main_thread() and not t.daemon for t in threading.enumerate())
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or (code == STOPPED and waits):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1 if code else 0)
