@@ -17,6 +17,7 @@ from quaver.backends.contract import (
     QuantizationRole,
     QuantizedOperand,
     ScalingSpec,
+    UncodedOperand,
 )
 from quaver.backends.ledger import Ledger, PlannedSite, in_backward
 from quaver.backends.reference import ReferenceBackend
@@ -39,6 +40,7 @@ __all__ = [
     "QuantizedOperand",
     "ReferenceBackend",
     "ScalingSpec",
+    "UncodedOperand",
     "backend_for",
     "in_backward",
 ]

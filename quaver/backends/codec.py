@@ -2,7 +2,7 @@
 
 A codec turns a tensor into (codes, scale) and back into *exact GEMM factors*: values that the GEMM multiplies
 without any loss before its accumulation, and the factors (`alpha`) that belong behind it. A new format is one
-more codec handed to `ReferenceBackend(codecs=...)`. May import: torch, contract.
+more codec handed to `ReferenceBackend(codecs=...)`. May import: torch, contract, native, sources.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
+from quaver.backends.native.kernels import Want
 from quaver.backends.sources import RowSource
 
 
@@ -71,16 +72,19 @@ class BlockCodec(Protocol):
 
 
 class Sides(NamedTuple):
-    """What is wanted of each direction: nothing (None), codes alone (False), or their BF16 values too (True)."""
+    """What is wanted of each direction; None: nothing."""
 
-    row: bool | None
-    col: bool | None
+    row: Want | None
+    col: Want | None
 
 
 class Coded(NamedTuple):
-    """One direction of a tensor: codes, scale, and the codes' BF16 values where wanted and lossless."""
+    """One direction of a tensor: codes, scale, and the codes' BF16 values; None what was not wanted.
 
-    codes: torch.Tensor
+    Codes are there wherever the values are not: unwanted, or not to be had without a loss.
+    """
+
+    codes: torch.Tensor | None
     scale: torch.Tensor
     values: torch.Tensor | None
 
@@ -99,11 +103,20 @@ class KernelCodec(Protocol):
     ) -> tuple[Coded | None, Coded | None] | None:
         """(row, col) as wanted, bit-equal to `Codec.quantize`; None where no kernel takes this tensor."""
 
+    def codes_of(
+        self, values: torch.Tensor, scale: torch.Tensor, orientation: Orientation, group_list: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The codes that values made by `code_sides` stand for."""
+
     def pack(self, weight: QuantizedOperand, layout: Layout, expert: int | None = None) -> torch.Tensor | None:
         """A weight (one expert's, if named) decoded into the order in which `packing.linear` multiplies it.
 
         None where it has no such order, or where its exact factors are not BF16 without an alpha.
         """
+
+    def turned(self, weight: QuantizedOperand) -> Factors | None:
+        """Exact BF16 factors of a dense weight, column by column in memory, where NN products are faster so."""
+
 
 
 def scale_misfit(

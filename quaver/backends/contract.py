@@ -8,6 +8,7 @@ May import: torch, errors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -128,6 +129,44 @@ class QuantizedOperand:
         return replace(self, orientation=orientation)
 
 
+class UncodedOperand(QuantizedOperand):
+    """An operand whose BF16 values are there and whose codes are written only if somebody reads `data`.
+
+    A gradient is multiplied and forgotten: its values are all that the GEMMs of a CPU need. `data` may be a function
+    that gives the codes from the values, exactly.
+    """
+
+    _codes: torch.Tensor | Callable[[], torch.Tensor]
+
+    def __init__(
+        self,
+        data: torch.Tensor | Callable[[], torch.Tensor],
+        scale: torch.Tensor,
+        logical_dtype: torch.dtype,
+        format: str,
+        orientation: Orientation,
+        values: torch.Tensor,
+    ) -> None:
+        given = {"scale": scale, "logical_dtype": logical_dtype, "format": format, "values": values}
+        for name, value in {**given, "orientation": orientation, "_codes": data}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The codes, written now if they were not."""
+        codes = self._codes
+        if not isinstance(codes, torch.Tensor):
+            codes = codes()
+            object.__setattr__(self, "_codes", codes)
+        return codes
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the codes, without writing them."""
+        assert self.values is not None  # given at the start
+        return self.values.shape
+
+
 class Backend(Protocol):
     """Quantise and multiply. Chosen once by `low_precision.backend`; kernels' errors are raised unchanged."""
 
@@ -238,7 +277,7 @@ def check_shapes(
     """
     where = f"{site.fqn} {site.gemm} ({layout})"
     wanted = (2, 3 if grouped and layout != "TN" else 2)
-    if (left.data.ndim, right.data.ndim) != wanted:
+    if (len(left.shape), len(right.shape)) != wanted:
         raise OperandError(
             f"operands of shapes {tuple(left.shape)} and {tuple(right.shape)}, wanted 2-D and {wanted[1]}-D",
             where=where,

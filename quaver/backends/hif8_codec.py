@@ -12,8 +12,11 @@ from quaver.backends import native
 from quaver.backends.codec import Coded, Factors, Sides, scale_misfit
 from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
 from quaver.backends.native import experts, kernels
+from quaver.backends.native.kernels import Want
 from quaver.backends.sources import RowSource
 from quaver.formats import hif8
+
+TURNED_FROM = 1 << 21  # elements of a weight from which an NN product gains by having it column by column (measured)
 
 
 class HiF8Codec:
@@ -30,7 +33,8 @@ class HiF8Codec:
         amax: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, FP32 scale): scale = amax / format_max where that is finite and positive, else 1."""
-        coded = self._code(tensor, spec, amax, values=False)
+        coded = self._code(tensor, spec, amax, Want.CODES)
+        assert coded.codes is not None  # asked for
         return coded.codes, coded.scale
 
     def code_sides(
@@ -49,16 +53,31 @@ class HiF8Codec:
             amax = own if amax is None else amax
         if tensor.dtype not in (torch.float32, torch.bfloat16) or not native.usable(tensor):
             return None
-        coded = self._code(tensor, spec, amax, values=bool(sides.row or sides.col))
+        wanted = [side for side in sides if side is not None]
+        codes, values = any(want.codes for want in wanted), any(want.values for want in wanted)
+        want = (Want.BOTH if values else Want.CODES) if codes else Want.VALUES
+        coded = self._code(tensor, spec, amax, want)
         return coded if sides.row is not None else None, coded if sides.col is not None else None
+
+    def codes_of(
+        self, values: torch.Tensor, scale: torch.Tensor, orientation: Orientation, group_list: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `KernelCodec`: values are codes without their scale."""
+        return hif8.encode(values)
 
     def pack(self, weight: QuantizedOperand, layout: Layout, expert: int | None = None) -> torch.Tensor | None:
         """None: the scale goes into the GEMM as its alpha, which a packed product does not take."""
         return None
 
+    def turned(self, weight: QuantizedOperand) -> Factors | None:
+        """See `KernelCodec`: decoding a large weight transposed costs half of what the product then saves."""
+        if weight.data.numel() < TURNED_FROM or weight.data.ndim != 2 or not native.usable(weight.data):
+            return None
+        return Factors(kernels.hif8_decode_transposed(weight.data).t(), weight.scale)
+
     @staticmethod
     def _code(
-        tensor: torch.Tensor, spec: ScalingSpec, amax: torch.Tensor | None, *, values: bool
+        tensor: torch.Tensor, spec: ScalingSpec, amax: torch.Tensor | None, want: Want
     ) -> Coded:
         if spec.format_max is None:
             raise ValueError("HiF8 needs a format_max in its ScalingSpec")
@@ -68,13 +87,13 @@ class HiF8Codec:
         floats = tensor.dtype in (torch.float32, torch.bfloat16)
         one_each = scale.ndim == 0 or (tensor.ndim == 3 and scale.shape == tensor.shape[:1])
         if floats and one_each and native.usable(tensor, scale):
-            return Coded(*kernels.hif8_quantize(tensor, scale, values=values))
+            return Coded(*kernels.hif8_quantize(tensor, scale, want=want))
         spread = scale.view(-1, 1, 1) if scale.ndim == 1 else scale
         return Coded(hif8.quantize(tensor, spread), scale, None)
 
     def misfit(self, operand: QuantizedOperand, ends: list[int] | None) -> str | None:
         """One FP32 scale, or one per expert of a 3-D weight."""
-        shapes = [(), operand.shape[:1]] if operand.data.ndim == 3 else [()]
+        shapes = [(), operand.shape[:1]] if len(operand.shape) == 3 else [()]
         return scale_misfit(operand, torch.float32, shapes)
 
     def factors(

@@ -12,6 +12,7 @@ from quaver.backends import native
 from quaver.backends.codec import Coded, Factors, Sides, scale_misfit
 from quaver.backends.contract import Layout, Orientation, QuantizedOperand, ScalingSpec
 from quaver.backends.native import experts, kernels, packing
+from quaver.backends.native.kernels import Want
 from quaver.backends.sources import RowSource
 from quaver.formats import mxfp8
 
@@ -37,9 +38,9 @@ class MXFP8Codec:
         if amax is not None:
             raise ValueError("MXFP8 scales come from each block; amax cannot be given")
         rule = spec.scale_rule or "floor"
-        sides = Sides(False, None) if orientation == "row" else Sides(None, False)
+        sides = Sides(Want.CODES, None) if orientation == "row" else Sides(None, Want.CODES)
         for coded in self.code_sides(tensor, spec, sides, group_list, None) or ():
-            if coded is not None:
+            if coded is not None and coded.codes is not None:
                 return coded.codes, coded.scale
         if group_list is not None and orientation == "col":
             return mxfp8.quantize_groups(tensor, group_list, scale_rule=rule)
@@ -71,6 +72,19 @@ class MXFP8Codec:
         row, col = kernels.quantize(tensor, rceil=rule == "rceil", row=sides.row, col=sides.col, ends=ends)
         return row and Coded(*row), col and Coded(*col)
 
+    def codes_of(
+        self, values: torch.Tensor, scale: torch.Tensor, orientation: Orientation, group_list: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `KernelCodec`: values divide exactly by their scales."""
+        if group_list is None or orientation == "row":
+            return mxfp8.encode_with_scales(values, scale, axis=-1 if orientation == "row" else -2)
+        codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+        row = block = 0
+        for end, block_end in zip(group_list.tolist(), mxfp8.group_scale_ends(group_list).tolist()):
+            codes[row:end] = mxfp8.encode_with_scales(values[row:end], scale[block:block_end], axis=0)
+            row, block = end, block_end
+        return codes
+
     def pack(self, weight: QuantizedOperand, layout: Layout, expert: int | None = None) -> torch.Tensor | None:
         """See `KernelCodec`: y = x w^T contracts along rows as stored, y = x w along columns."""
         codes, scales, columns = weight.data, weight.scale, layout == "NN"
@@ -80,9 +94,13 @@ class MXFP8Codec:
             codes, scales = codes[expert], scales[expert]
         return packing.pack(codes, scales, columns=columns)
 
+    def turned(self, weight: QuantizedOperand) -> Factors | None:
+        """None: large weights are packed."""
+        return None
+
     def misfit(self, operand: QuantizedOperand, ends: list[int] | None) -> str | None:
         """Scales are bytes, one per block of the blocked axis; blocks restart at each group."""
-        axis = operand.data.ndim - (1 if operand.orientation == "row" else 2)
+        axis = len(operand.shape) - (1 if operand.orientation == "row" else 2)
         wanted = list(operand.shape)
         if ends is not None and operand.orientation == "col":
             wanted[axis] = sum(-(-(end - start) // mxfp8.BLOCK) for start, end in zip([0, *ends], ends))

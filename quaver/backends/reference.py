@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +23,14 @@ from quaver.backends.contract import (
     QuantizationRole,
     QuantizedOperand,
     ScalingSpec,
+    UncodedOperand,
     check_group_list,
     check_layout,
     check_shapes,
 )
 from quaver.backends.ledger import Ledger
 from quaver.backends.native import packing
+from quaver.backends.native.kernels import Want
 from quaver.backends.sources import RowSource, as_tensor
 from quaver.errors import CapabilityError
 
@@ -75,11 +78,11 @@ class ReferenceBackend:
         """One orientation of a tensor; see `Backend.quantize`."""
         codec = self.codec(spec.format)
         if isinstance(codec, KernelCodec):
-            row, col = values_wanted(role, tensor.dtype)
+            row, col = wanted(role, tensor.dtype, codec.axis_free)
             sides = Sides(row, None) if orientation == "row" else Sides(None, col)
             for coded in codec.code_sides(tensor, spec, sides, group_list, amax) or ():
                 if coded is not None:
-                    return _operand(coded, tensor.dtype, spec, orientation)
+                    return _operand(codec, coded, tensor.dtype, spec, orientation, group_list)
         tensor = as_tensor(tensor)
         codes, scale = codec.quantize(tensor, spec, orientation, group_list, amax)
         return QuantizedOperand(codes, scale, tensor.dtype, spec.format, orientation)
@@ -96,10 +99,14 @@ class ReferenceBackend:
         """(row, col) of one tensor; formats without an axis are quantised once and share storage."""
         codec = self.codec(spec.format)
         if isinstance(codec, KernelCodec):
-            both = codec.code_sides(tensor, spec, values_wanted(role, tensor.dtype), group_list, amax)
+            sides = wanted(role, tensor.dtype, codec.axis_free)
+            both = codec.code_sides(tensor, spec, sides, group_list, amax)
             if both is not None and both[0] is not None and both[1] is not None:
                 dtype = tensor.dtype
-                return _operand(both[0], dtype, spec, "row"), _operand(both[1], dtype, spec, "col")
+                return (
+                    _operand(codec, both[0], dtype, spec, "row", None),
+                    _operand(codec, both[1], dtype, spec, "col", group_list),
+                )
         tensor = as_tensor(tensor)
         codes, scale = codec.quantize(tensor, spec, "row", group_list, amax)
         row = QuantizedOperand(codes, scale, tensor.dtype, spec.format, "row")
@@ -155,7 +162,7 @@ class ReferenceBackend:
             packed = self._packed(codec, a, right, layout)
             if packed is not None:
                 return packing.linear(a.values, packed)
-            b = codec.factors(right, wish)
+            b = self._turned(codec, right, layout, wish) or codec.factors(right, wish)
             a_mat = a.values.t() if layout[0] == "T" else a.values
             b_mat = b.values.t() if layout[1] == "T" else b.values
             return multiply(a_mat, b_mat, product(a.alpha, b.alpha), output_dtype)
@@ -205,6 +212,12 @@ class ReferenceBackend:
             return None
         return codec.pack(right, layout, expert) if isinstance(codec, KernelCodec) else None
 
+    @staticmethod
+    def _turned(codec: Codec, right: QuantizedOperand, layout: Layout, wish: torch.dtype) -> Factors | None:
+        """The weight of an NN product in the order of memory that oneDNN multiplies faster, to the same bits."""
+        fits = layout == "NN" and wish is torch.bfloat16
+        return codec.turned(right) if fits and isinstance(codec, KernelCodec) else None
+
     def _packed_groups(
         self, codec: Codec, a: Factors, right: QuantizedOperand, ends: list[int], layout: Layout
     ) -> torch.Tensor | None:
@@ -243,23 +256,36 @@ class ReferenceBackend:
         return out
 
 
-def values_wanted(role: QuantizationRole, dtype: torch.dtype) -> Sides:
-    """Whose BF16 values the coming GEMMs will multiply, so that they are made while the tensor is being read.
+def wanted(role: QuantizationRole, dtype: torch.dtype, axis_free: bool) -> Sides:
+    """What the coming GEMMs will need of each direction, so that it is made while the tensor is being read.
 
-    A gradient enters dgrad by row and wgrad by col; an input enters fprop by row, while its col side is kept in
-    eight bits until the backward pass. Weights are decoded once they are multiplied, FP32 factors never need BF16.
+    A gradient enters dgrad by row and wgrad by col and is forgotten: its BF16 values do. An input enters fprop by
+    row, while its col side is kept in eight bits until the backward pass: codes (which a format without an axis keeps
+    of its one copy). Weights are decoded once they are multiplied, and FP32 factors never need BF16.
     """
     if dtype is not torch.bfloat16:
-        return Sides(False, False)
-    return Sides(
-        role in (QuantizationRole.INPUT_FWD, QuantizationRole.GRAD_OUTPUT), role is QuantizationRole.GRAD_OUTPUT
-    )
+        return Sides(Want.CODES, Want.CODES)
+    if role is QuantizationRole.GRAD_OUTPUT:
+        return Sides(Want.VALUES, Want.VALUES)
+    if role is QuantizationRole.INPUT_FWD:
+        return Sides(Want.BOTH if axis_free else Want.VALUES, Want.CODES)
+    return Sides(Want.CODES, Want.CODES)
 
 
 def _operand(
-    coded: Coded, dtype: torch.dtype, spec: ScalingSpec, orientation: Orientation
+    codec: KernelCodec,
+    coded: Coded,
+    dtype: torch.dtype,
+    spec: ScalingSpec,
+    orientation: Orientation,
+    group_list: torch.Tensor | None,
 ) -> QuantizedOperand:
-    return QuantizedOperand(coded.codes, coded.scale, dtype, spec.format, orientation, coded.values)
+    codes, scale, values = coded
+    if codes is not None:
+        return QuantizedOperand(codes, scale, dtype, spec.format, orientation, values)
+    assert values is not None  # one of the two is always made
+    codes_of = partial(codec.codes_of, values, scale, orientation, group_list)
+    return UncodedOperand(codes_of, scale, dtype, spec.format, orientation, values)
 
 
 def _check_scales(codec: Codec, operand: QuantizedOperand, ends: list[int] | None, site: GemmSite) -> None:

@@ -12,12 +12,13 @@ Knows nothing of any model. May import: backends, recipe, dense (version check).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand
+from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand, UncodedOperand
 from quaver.backends.native import experts
 from quaver.backends.sources import GatheredRows, RowSource, ScaledRows, SwiGLU, SwiGLUGradient
 from quaver.low_precision.dense import Weight, check_version
@@ -89,13 +90,16 @@ def _check_shapes(
 
 def _rows(operand: QuantizedOperand, index_S: torch.Tensor) -> QuantizedOperand:
     """Rows of a row-quantised operand, copied as codes and values; a per-tensor scale has no rows."""
-    values = operand.values
-    return replace(
-        operand,
-        data=operand.data.index_select(0, index_S),
-        scale=operand.scale if operand.scale.ndim == 0 else operand.scale.index_select(0, index_S),
-        values=None if values is None else values.index_select(0, index_S),
-    )
+    scale = operand.scale if operand.scale.ndim == 0 else operand.scale.index_select(0, index_S)
+    values = None if operand.values is None else operand.values.index_select(0, index_S)
+    if values is not None and isinstance(operand, UncodedOperand):
+        codes = partial(_picked, operand, index_S)
+        return UncodedOperand(codes, scale, operand.logical_dtype, operand.format, "row", values)
+    return replace(operand, data=operand.data.index_select(0, index_S), scale=scale, values=values)
+
+
+def _picked(operand: QuantizedOperand, index_S: torch.Tensor) -> torch.Tensor:
+    return operand.data.index_select(0, index_S)
 
 
 def _for(recipe: LowPrecisionRecipe, source: RowSource) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quaver.backends.native import kernels
-from quaver.backends.native.kernels import Quantized, ends_fit, usable
+from quaver.backends.native.kernels import Quantized, Want, ends_fit, usable
 from quaver.backends.sources import GatheredRows, RowSource, ScaledRows, SwiGLU, SwiGLUGradient
 
 LANES = 64
@@ -101,7 +101,7 @@ def _within(index: Tensor, rows: int) -> bool:
 
 
 def quantize(
-    source: RowSource, *, rceil: bool, row: bool | None, col: bool | None, ends: Tensor | None
+    source: RowSource, *, rceil: bool, row: Want | None, col: Want | None, ends: Tensor | None
 ) -> tuple[Quantized | None, Quantized | None] | None:
     """MXFP8 of a source as in `kernels.quantize`; None where no kernel takes it."""
     if ends is not None and not ends_fit(ends, source.shape[0]):

@@ -86,11 +86,13 @@ static void encode_tensor(const T* x, int64_t n, float scale, uint8_t* codes, bf
 #pragma omp parallel for schedule(static) num_threads(threads) if (n > 32768)
   for (int64_t c = 0; c < (n + CHUNK - 1) / CHUNK; c++) {
     const int64_t from = c * CHUNK, m = n - from < CHUNK ? n - from : CHUNK;
+    uint8_t unwanted[CHUNK];
+    uint8_t* to = codes ? codes + from : unwanted;
     if (lookup)
-      codes_of((const bf16*)x + from, m, lookup, codes + from);
+      codes_of((const bf16*)x + from, m, lookup, to);
     else
-      encode_chunk(x + from, m, scale, codes + from);
-    if (values) values_of(codes + from, m, table, values + from);
+      encode_chunk(x + from, m, scale, to);
+    if (values) values_of(to, m, table, values + from);
   }
 }
 
@@ -121,15 +123,16 @@ QUAVER_API void quaver_amax(const void* x, int is_fp32, int64_t batch, int64_t n
                               : amax_word((const bf16*)x + b * n, n, threads));
 }
 
-// Codes of `batch` pieces of n elements, each with its FP32 scale; with `values` the codes' BF16 values by `table`.
+// Codes of `batch` pieces of n elements, each with its FP32 scale, and the codes' BF16 values by `table`; a null
+// pointer is not wanted.
 QUAVER_API void quaver_hif8_encode(const void* x, int is_fp32, int64_t batch, int64_t n, const float* scales,
                                    uint8_t* codes, bf16* values, const bf16* table, int threads) {
   for (int64_t b = 0; b < batch; b++) {
     bf16* to = values ? values + b * n : nullptr;
     if (is_fp32)
-      encode_tensor((const uint32_t*)x + b * n, n, scales[b], codes + b * n, to, table, threads);
+      encode_tensor((const uint32_t*)x + b * n, n, scales[b], codes ? codes + b * n : nullptr, to, table, threads);
     else
-      encode_tensor((const bf16*)x + b * n, n, scales[b], codes + b * n, to, table, threads);
+      encode_tensor((const bf16*)x + b * n, n, scales[b], codes ? codes + b * n : nullptr, to, table, threads);
   }
 }
 

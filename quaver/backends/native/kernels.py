@@ -7,6 +7,7 @@ is for the pure-torch codecs, which define the numbers. May import: torch, build
 from __future__ import annotations
 
 import ctypes
+from enum import Enum, auto
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -37,10 +38,28 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _INT_RESULT = {name for name in _SIGNATURES if name.startswith("quaver_mx_")}
 
 
-class Quantized(NamedTuple):
-    """Codes and scales of one direction, and its BF16 values where they were wanted and lose nothing."""
+class Want(Enum):
+    """What a quantiser writes of one direction, besides its scales."""
 
-    codes: Tensor
+    CODES = auto()
+    VALUES = auto()  # BF16 values alone; codes instead where the values would lose something
+    BOTH = auto()
+
+    @property
+    def codes(self) -> bool:
+        """Whether codes are written."""
+        return self is not Want.VALUES
+
+    @property
+    def values(self) -> bool:
+        """Whether BF16 values are written."""
+        return self is not Want.CODES
+
+
+class Quantized(NamedTuple):
+    """Scales of one direction, codes and BF16 values as wanted; values are None where they would lose something."""
+
+    codes: Tensor | None
     scales: Tensor
     values: Tensor | None
 
@@ -91,8 +110,8 @@ def quantize(
     x: Tensor,
     *,
     rceil: bool,
-    row: bool | None = None,
-    col: bool | None = None,
+    row: Want | None = None,
+    col: Want | None = None,
     ends: Tensor | None = None,
     index: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -101,7 +120,7 @@ def quantize(
     Args:
         x: FP32 or BF16, at least 2-D ([*, A, B]; col blocks restart at each leading index), any strides.
         rceil: the "rceil" scale rule, else "floor".
-        row, col: what is wanted of each direction: codes, with True their BF16 values too, with None nothing.
+        row, col: what is wanted of each direction; None: nothing.
         ends: of a 2-D `x`: cumulative row counts of groups at which col blocks restart, int64 on the CPU.
         index: of a 2-D `x`: int64 rows to quantise instead of all, as `x.index_select(0, index)` would give.
 
@@ -120,14 +139,10 @@ def quantize(
     if ends is not None:
         groups = ends.numel()
         col_scales_shape = torch.Size((int(mxfp8.group_scale_ends(ends)[-1]) if groups else 0, cols))
-    first = _buffers(row, shape, torch.Size((*shape[:-1], -(-cols // mxfp8.BLOCK))))
-    second = _buffers(col, shape, col_scales_shape)
-    flags = 0
-    if rows and cols:
-        pitch = x.stride(0) if x.dim() == 2 else cols
-        arguments = (_at(x), x.dtype is torch.float32, cols, pitch, _at(index), _at(ends), groups, inner, rceil)
-        flags = call("quaver_mx_quantize", *arguments, *map(_at, first), *map(_at, second))
-    return _quantized(first, bool(flags & 1)), _quantized(second, bool(flags & 2))
+    row_scales_shape = torch.Size((*shape[:-1], -(-cols // mxfp8.BLOCK)))
+    pitch = x.stride(0) if x.dim() == 2 else cols
+    arguments = (_at(x), x.dtype is torch.float32, cols, pitch, _at(index), _at(ends), groups, inner, rceil)
+    return _run("quaver_mx_quantize", arguments, shape, (row, row_scales_shape), (col, col_scales_shape))
 
 
 def quantize_computed(
@@ -135,41 +150,58 @@ def quantize_computed(
     shape: torch.Size,
     *,
     rceil: bool,
-    row: bool | None,
-    col: bool | None,
+    row: Want | None,
+    col: Want | None,
     ends: Tensor | None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """As `quantize`, of a BF16 tensor [rows, cols] that the kernel computes from `inputs` (see experts.py)."""
     rows, cols = shape
     blocks = -(-rows // mxfp8.BLOCK) if ends is None else int(mxfp8.group_scale_ends(ends)[-1])
-    first = _buffers(row, shape, torch.Size((rows, -(-cols // mxfp8.BLOCK))))
-    second = _buffers(col, shape, torch.Size((blocks, cols)))
-    flags = 0
-    if rows and cols:
-        groups = 1 if ends is None else ends.numel()
-        arguments = (ctypes.byref(inputs), _at(ends), groups, rows, rceil)
-        flags = call("quaver_mx_experts", *arguments, *map(_at, first), *map(_at, second))
-    return _quantized(first, bool(flags & 1)), _quantized(second, bool(flags & 2))
+    row_side = (row, torch.Size((rows, -(-cols // mxfp8.BLOCK))))
+    groups = 1 if ends is None else ends.numel()
+    arguments = (ctypes.byref(inputs), _at(ends), groups, rows, rceil)
+    return _run("quaver_mx_experts", arguments, shape, row_side, (col, torch.Size((blocks, cols))))
+
+
+_Side = tuple[Want | None, torch.Size]  # what is wanted, and the shape of its scales
+
+
+def _run(
+    name: str, arguments: tuple[Any, ...], shape: torch.Size, row: _Side, col: _Side
+) -> tuple[Quantized | None, Quantized | None]:
+    """Calls a quantiser, and once more for the codes of a side whose values alone were wanted but are of no use."""
+    first, second = _buffers(shape, *row), _buffers(shape, *col)
+    flags = call(name, *arguments, *map(_at, first), *map(_at, second)) if shape.numel() else 0
+    sides = [_quantized(first, bool(flags & 1)), _quantized(second, bool(flags & 2))]
+    lost = [side is not None and side.codes is None and side.values is None for side in sides]
+    if any(lost):
+        again = _run(
+            name,
+            arguments,
+            shape,
+            (Want.CODES if lost[0] else None, row[1]),
+            (Want.CODES if lost[1] else None, col[1]),
+        )
+        sides = [new if one_lost else old for old, new, one_lost in zip(sides, again, lost)]
+    return sides[0], sides[1]
 
 
 _Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _buffers(values: bool | None, shape: torch.Size, scales: torch.Size) -> _Buffers:
-    if values is None:
+def _buffers(shape: torch.Size, want: Want | None, scales: torch.Size) -> _Buffers:
+    if want is None:
         return None, None, None
     return (
-        torch.empty(shape, dtype=torch.uint8),
+        torch.empty(shape, dtype=torch.uint8) if want.codes else None,
         torch.empty(scales, dtype=torch.uint8),
-        torch.empty(shape, dtype=torch.bfloat16) if values else None,
+        torch.empty(shape, dtype=torch.bfloat16) if want.values else None,
     )
 
 
 def _quantized(buffers: _Buffers, unsafe: bool) -> Quantized | None:
     codes, scales, values = buffers
-    if codes is None or scales is None:
-        return None
-    return Quantized(codes, scales, None if unsafe else values)
+    return None if scales is None else Quantized(codes, scales, None if unsafe else values)
 
 
 def ends_fit(ends: Tensor, rows: int) -> bool:
@@ -229,11 +261,11 @@ def amax(x: Tensor) -> Tensor:
     return out if x.dim() == 3 else out[0]
 
 
-def hif8_quantize(x: Tensor, scale: Tensor, *, values: bool) -> Quantized:
-    """HiF8 codes of x / scale, and their BF16 values if wanted; one FP32 scale, or one per leading index of 3-D."""
+def hif8_quantize(x: Tensor, scale: Tensor, *, want: Want) -> Quantized:
+    """HiF8 codes of x / scale and their BF16 values, as wanted; one FP32 scale, or one per leading index of 3-D."""
     x, scale = x.detach().contiguous(), scale.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.uint8)
-    decoded = torch.empty(x.shape, dtype=torch.bfloat16) if values else None
+    codes = torch.empty(x.shape, dtype=torch.uint8) if want.codes else None
+    decoded = torch.empty(x.shape, dtype=torch.bfloat16) if want.values else None
     batch = scale.numel()
     if x.numel():
         table = hif8.decode_table(torch.bfloat16)

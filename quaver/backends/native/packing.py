@@ -106,9 +106,10 @@ def _checked_buffer(features: int, contracted: int) -> Tensor | None:
     """A packed buffer that our own packing fills so that products are torch.mm's; None where they are not."""
     generator = torch.Generator().manual_seed(features * 31 + contracted)
     weight = torch.randn(features, contracted, generator=generator)
-    row, _ = kernels.quantize(weight, rceil=False, row=True)
+    row, _ = kernels.quantize(weight, rceil=False, row=kernels.Want.BOTH)
     assert row is not None  # asked for
-    values = row.values
+    codes, values = row.codes, row.values
+    assert codes is not None  # asked for
     if values is None:
         return None
     buffer: Tensor = torch.ops.mkldnn._reorder_linear_weight(values)
@@ -120,7 +121,7 @@ def _checked_buffer(features: int, contracted: int) -> Tensor | None:
         if not torch.equal(linear(x, buffer), wanted):
             return None
         address = torch.ops.mkldnn.data_ptr(buffer)
-        kernels.pack_into(row.codes, row.scales, columns=False, address=address)
+        kernels.pack_into(codes, row.scales, columns=False, address=address)
         if not torch.equal(linear(x, buffer), wanted):
             return None
     return buffer

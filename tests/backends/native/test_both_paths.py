@@ -7,6 +7,7 @@ import torch
 from helpers.experts import grouped_weight, routing_of
 from helpers.policies import RECIPES, linear, policy
 
+from quaver.backends import QuantizationRole, ReferenceBackend
 from quaver.low_precision import low_precision_grouped_swiglu
 
 
@@ -77,3 +78,25 @@ def test_linear_with_a_block_that_bf16_cannot_hold(paths, recipe_id, poison):
 @pytest.mark.parametrize("counts", [(3, 0, 5), (64, 31, 33, 0, 1), (200, 100, 300)])
 def test_experts(paths, recipe_id, dtype, counts):
     assert_same(paths, lambda: expert_bits(recipe_id, dtype, counts))
+
+
+@pytest.mark.parametrize("recipe_id", RECIPES)
+@pytest.mark.parametrize("role", list(QuantizationRole))
+@pytest.mark.parametrize("ends", [None, [0, 31, 64, 64, 97]])
+def test_codes_that_were_not_written_come_from_the_values(paths, recipe_id, role, ends):
+    """Whatever a role leaves out, `data` is what the torch codec gives; a lossy block too."""
+    spec = policy(recipe_id).recipe.quantizer(role).spec
+    group_list = None if ends is None else torch.tensor(ends)
+    for poison in (0.0, float("nan"), 2.0**-125):
+        x = torch.randn(97, 160).bfloat16()
+        x[40, 64:96] = poison
+        x[50, 3] = -0.0
+        results = []
+        for path in ("off", "native"):
+            paths(path)
+            results.append(ReferenceBackend().quantize_dual(x, spec=spec, role=role, group_list=group_list))
+        for plain, fast in zip(*results):
+            assert fast.shape == plain.shape
+            assert torch.equal(fast.scale, plain.scale)
+            assert torch.equal(fast.data, plain.data)
+            assert fast.data is fast.data

@@ -8,6 +8,7 @@ from inputs import all_bf16, words
 
 from quaver.backends import QuantizationRole, ReferenceBackend, ScalingSpec
 from quaver.backends.native import experts
+from quaver.backends.native.kernels import Want
 from quaver.backends.sources import GatheredRows, ScaledRows, SwiGLU, SwiGLUGradient
 
 ROWS = 97
@@ -121,4 +122,4 @@ def test_a_row_number_beyond_the_rows_is_not_followed(compiled):
         index = torch.tensor([0, bad])
         assert experts.fill(ScaledRows(y, index, torch.ones(2))) is None
         source = GatheredRows(y, index)
-        assert experts.quantize(source, rceil=False, row=False, col=None, ends=None) is None
+        assert experts.quantize(source, rceil=False, row=Want.CODES, col=None, ends=None) is None

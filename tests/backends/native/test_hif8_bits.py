@@ -14,6 +14,7 @@ from inputs import DTYPES, KINDS, all_bf16, words
 
 from quaver.backends.codecs import tensor_amax
 from quaver.backends.native import kernels
+from quaver.backends.native.kernels import Want
 from quaver.formats import hif8
 
 SCALES = [1.0, 0.0371, 3.0, 1e-30, 1e-44, 1e38]
@@ -22,11 +23,11 @@ SCALES = [1.0, 0.0371, 3.0, 1e-30, 1e-44, 1e38]
 def assert_equal(x, scale):
     spread = scale.view(-1, 1, 1) if scale.ndim == 1 else scale
     wanted = hif8.quantize(x, spread)
-    found = kernels.hif8_quantize(x, scale, values=True)
+    found = kernels.hif8_quantize(x, scale, want=Want.BOTH)
     assert torch.equal(found.codes, wanted)
     values = hif8.decode(wanted, dtype=torch.bfloat16)
     assert torch.equal(found.values.view(torch.int16), values.view(torch.int16))
-    assert kernels.hif8_quantize(x, scale, values=False).values is None
+    assert kernels.hif8_quantize(x, scale, want=Want.CODES).values is None
 
 
 @pytest.mark.parametrize("scale", SCALES)

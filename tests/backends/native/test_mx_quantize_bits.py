@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from inputs import DTYPES, KINDS, RULES, SHAPES, all_bf16, golden_blocks, strided, words
 
 from quaver.backends.native import kernels
+from quaver.backends.native.kernels import Want
 from quaver.formats import mxfp8
 
 
@@ -28,17 +29,17 @@ def same_values(found, codes, scales, axis):
 
 
 def assert_equal(x, rule):
-    row, col = kernels.quantize(x, rceil=rule == "rceil", row=True, col=True)
+    row, col = kernels.quantize(x, rceil=rule == "rceil", row=Want.BOTH, col=Want.BOTH)
     for found, axis in ((row, -1), (col, -2)):
         codes, scales = mxfp8.quantize(x, axis=axis, scale_rule=rule)
         assert torch.equal(found.scales, scales)
         assert torch.equal(found.codes, codes)
         same_values(found.values, codes, scales, axis)
-    alone, nothing = kernels.quantize(x, rceil=rule == "rceil", row=False)
+    alone, nothing = kernels.quantize(x, rceil=rule == "rceil", row=Want.CODES)
     assert nothing is None
     assert alone.values is None
     assert torch.equal(alone.codes, row.codes)
-    nothing, alone = kernels.quantize(x, rceil=rule == "rceil", col=False)
+    nothing, alone = kernels.quantize(x, rceil=rule == "rceil", col=Want.CODES)
     assert nothing is None
     assert torch.equal(alone.codes, col.codes)
 
@@ -93,7 +94,7 @@ def test_one_special_value(compiled, dtype, special):
     x = torch.randn(64, 64, dtype=dtype)
     x[17, 40] = special
     assert_equal(x, "floor")
-    (row, col) = kernels.quantize(x, rceil=False, row=True, col=True)
+    (row, col) = kernels.quantize(x, rceil=False, row=Want.BOTH, col=Want.BOTH)
     if special != 0:
         assert row.scales[17].tolist().count(255) == 1
         assert (row.codes[17, 32:] == 0).all()
@@ -109,7 +110,7 @@ def test_one_special_value(compiled, dtype, special):
 def test_groups(compiled, counts, kind, dtype):
     x = KINDS[kind]((sum(counts), 70), 1).to(dtype)
     ends = torch.tensor(counts).cumsum(0)
-    row, col = kernels.quantize(x, rceil=True, row=True, col=True, ends=ends)
+    row, col = kernels.quantize(x, rceil=True, row=Want.BOTH, col=Want.BOTH, ends=ends)
     codes, scales = mxfp8.quantize_groups(x, ends, scale_rule="rceil")
     assert torch.equal(col.scales, scales)
     assert torch.equal(col.codes, codes)
@@ -122,8 +123,8 @@ def test_rows_by_index(compiled):
     x = words((50, 96), 5).bfloat16()
     index = torch.tensor([3, 3, 49, 0, 7] * 20)
     ends = torch.tensor([33, 33, 100])
-    found = kernels.quantize(x, rceil=False, row=True, col=True, ends=ends, index=index)
-    wanted = kernels.quantize(x.index_select(0, index), rceil=False, row=True, col=True, ends=ends)
+    found = kernels.quantize(x, rceil=False, row=Want.BOTH, col=Want.BOTH, ends=ends, index=index)
+    wanted = kernels.quantize(x.index_select(0, index), rceil=False, row=Want.BOTH, col=Want.BOTH, ends=ends)
     for one, other in zip(found, wanted):
         assert torch.equal(one.codes, other.codes)
         assert torch.equal(one.scales, other.scales)
