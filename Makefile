@@ -21,7 +21,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup demo test test-matrix test-faults lint accuracy tiny-seeds
+.PHONY: help setup demo test test-matrix test-faults lint accuracy tiny-seeds bench speed-page
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -72,3 +72,11 @@ accuracy: setup ## continue one BF16 run in each format and compare the losses, 
 
 tiny-seeds: setup ## train configs/tiny from scratch over three seeds, about 40 minutes on two cores
 	@$(BIN)/python benchmarks/tiny_seeds.py
+
+bench: setup ## measure the speed table, about ten minutes on two cores; leave the machine alone meanwhile
+	@$(BIN)/quaver bench
+
+speed-page: setup ## measure the speed table and write docs/speed.md from it
+	@mkdir -p build
+	@$(BIN)/quaver bench --json > build/speed.json
+	@$(BIN)/python benchmarks/speed_page.py build/speed.json

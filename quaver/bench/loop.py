@@ -25,7 +25,7 @@ from quaver.data import Batch, Loader, prepare_data
 from quaver.training import Silent, StepResult, Trainer
 
 WARM = 2  # steps of the trainer before the first that counts
-PLAIN_STEPS = 3  # steps without a save, in the mean
+PLAIN_STEPS = 5  # steps without a save, in the mean
 
 
 def write_corpus(folder: Path, sizes: Sizes) -> Path:

@@ -82,8 +82,11 @@ def step_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping[s
                 assembly = built(fmt, sizes)
                 stack.callback(assembly.router_bias.close)
                 contestants[fmt] = partial(our_step, assembly, batch)
-        if "stock" in needed:
-            contestants["stock"] = stock_step(sizes, batch, lr=LR, clip_norm=CLIP_NORM)
+        for name in ("stock", "autocast"):
+            if name in needed:
+                contestants[name] = stock_step(
+                    sizes, batch, lr=LR, clip_norm=CLIP_NORM, autocast=name == "autocast"
+                )
         if "gemms" in needed:
             contestants["gemms"] = bare_gemms(sizes)
         yield contestants
@@ -99,8 +102,10 @@ def step_group() -> Group:
             rows.append(
                 Comparison(f"step.{fmt}.over_bf16", fmt, "bf16", 1.05, f"{label} over our BF16 step")
             )
-        stock = f"{label} over stock transformers in BF16, same model and batch"
+        stock = f"{label} over stock transformers with BF16 weights, same model and batch"
         rows.append(Comparison(f"step.{fmt}.over_stock", fmt, "stock", 0.60 if held else None, stock))
+        autocast = f"{label} over stock transformers with FP32 weights under BF16 autocast"
+        rows.append(Comparison(f"step.{fmt}.over_autocast", fmt, "autocast", None, autocast))
         gemms = f"{label} over its bare BF16 GEMMs"
         rows.append(Comparison(f"step.{fmt}.over_gemms", fmt, "gemms", 1.7 if held else None, gemms))
     return Group("step", tuple(rows), turns(step_contestants))
