@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -33,6 +34,7 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 5  # for the other ranks, once one is dead; they wait for it in a collective
 _BY_SIGTERM = (-signal.SIGTERM, STOPPED_EARLY)  # how a rank ends that gets it before its run has a folder
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LOST_PEER = re.compile(r"gloo/transport|by peer|Broken pipe")  # in a collective, since another rank has ended
 
 
 def launch(arguments: Sequence[str], ranks: int, folder_of: Callable[[int], Path | None]) -> int:
@@ -183,14 +185,21 @@ class _Ranks:
         return [rank for rank, code in self.codes.items() if code]
 
     def first(self) -> Any:
-        """The failure that came first; one that was killed comes before those that lost it in a collective."""
+        """The failure to be told: of a rank that was killed, else a rank's own error, the earliest."""
         from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-        failures = [
-            ProcessFailure(rank, self.context.pids()[rank], self.codes[rank], self.context.error_files[rank])
-            for rank in self.first_failed
-        ]
-        return min(failures, key=lambda f: (f.exitcode >= 0, f.timestamp))
+        pids, files = self.context.pids(), self.context.error_files
+        failures = [ProcessFailure(rank, pids[rank], self.codes[rank], files[rank]) for rank in self._failed()]
+        return min(failures, key=self._order)
+
+    def _order(self, failure: Any) -> tuple[int, int]:
+        """What failed first, and not because of another rank; torch's own times are whole seconds."""
+        if failure.exitcode < 0 and failure.local_rank in self.first_failed:
+            return 0, 0
+        file = Path(self.context.error_files[failure.local_rank])
+        if not file.exists():
+            return 2, 0
+        return (2 if _LOST_PEER.search(_told(failure.message)) else 1), file.stat().st_mtime_ns
 
 
 def _tell(ranks: _Ranks, forward: _Forward) -> int:

@@ -2,7 +2,7 @@
 
 The lock is the kernel's (flock), so it ends with its process however that dies, and a file that a killed run has left
 locks nothing. Its text is for people and for the launcher: the pid and the machine of who holds it.
-May import: run_folder, errors.
+May import: distributed, run_folder, errors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from quaver.distributed import on_rank_zero
 from quaver.errors import ConfigError
 from quaver.training.run_folder import RUNS
 
@@ -27,20 +28,22 @@ _HOLDER_BYTES = 300  # more than any text that is written here
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Entered on rank 0 around all that writes to `folder`, which exists: it holds the lock meanwhile.
+    """Entered by every rank around all that writes to `folder`, which exists: rank 0 holds the lock meanwhile.
 
     The file is there while the lock is held, and is left behind only by a process that was killed.
 
     Raises:
-        ConfigError: another run writes to this folder, or the file cannot be made or locked.
+        ConfigError: on every rank: another run writes to this folder, or the file cannot be made or locked.
     """
-    handle = _acquire(folder / LOCK)
+    held: list[int] = []  # the open file, on rank 0 alone
+    on_rank_zero(lambda: held.append(_acquire(folder / LOCK)))
     try:
         yield
     finally:
-        with suppress(OSError):  # the folder is gone or read-only: what stays of the file locks nothing
-            (folder / LOCK).unlink()
-        os.close(handle)
+        for handle in held:
+            with suppress(OSError):  # the folder is gone or read-only: what stays of the file locks nothing
+                (folder / LOCK).unlink()
+            os.close(handle)
 
 
 def folder_locked_by(

@@ -1,4 +1,4 @@
-"""SIGTERM before training, seen from within: in a long call into C, after a run, and in a rank; ranks and parents."""
+"""SIGTERM before training, seen from within: in a long call into C, after a run, and in a rank."""
 
 from __future__ import annotations
 
@@ -22,23 +22,6 @@ IN_C = """
         print("ready", flush=True)
         fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX)  # goes on waiting after a signal
 """
-RANK = """
-    import os, subprocess, sys
-    script = '''
-    import os, sys, time
-    from quaver.cli import launch
-    sys.platform = "PLATFORM"
-    os.environ[launch.LAUNCHED] = str(PARENT)
-    launch.end_with_launcher()
-    print(os.getpid(), flush=True)
-    time.sleep(600)
-    '''
-    script = script.replace("\\n    ", "\\n").replace("PLATFORM", sys.argv[1])
-    script = script.replace("PARENT", str(os.getpid()) if sys.argv[2] == "alive" else "1234567")
-    sys.exit(-subprocess.run([sys.executable, "-c", script]).returncode)
-"""
-
-
 def python(script: str, *arguments: object) -> subprocess.Popen:
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -86,36 +69,3 @@ def test_a_run_takes_over_and_start_up_does_not_come_back(launched: bool, afterw
             time.sleep(0.2)
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
-
-
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_a_rank_is_killed_with_its_parent(platform: str) -> None:
-    """By the kernel, or by a thread of its own where the kernel does not do it."""
-    parent = python(RANK, platform, "alive")
-    rank = int(parent.stdout.readline())
-    try:
-        time.sleep(0.3)
-        assert alive(rank)
-        parent.kill()
-        parent.wait()
-        end = time.monotonic() + 10
-        while alive(rank):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-    finally:
-        if alive(rank):
-            os.kill(rank, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_a_rank_whose_parent_died_before_it_looked_does_not_start(platform: str) -> None:
-    parent = python(RANK, platform, "dead")
-    out, _ = parent.communicate(timeout=20)
-    assert (parent.returncode, out) == (signal.SIGKILL, "")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
