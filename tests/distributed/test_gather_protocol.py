@@ -382,24 +382,34 @@ def test_ranks_in_another_order_and_a_value_that_was_changed_are_seen():
     first, second, outputs = both(ALIKE)
     meta = metadata(fields=ALIKE)
     turned = tuple(torch.cat([b, a]) for a, b in zip(first, second))
-    with pytest.raises(GatherError, match=r"(?s)own part of the gathered row_data is not what it sent.*block\.w"):
+    with pytest.raises(
+        GatherError, match=r"(?s)own part of the gathered row_data is not what it sent.*block\.w"
+    ):
         check_own_part(turned, first, meta, 0, "block.w")
     for index, name in enumerate(ALIKE):
         changed = [t.clone() for t in outputs]
         changed[index].view(torch.uint8).view(-1)[0] ^= 1
         with pytest.raises(GatherError, match=rf"(?s)own part of the gathered {name} is not"):
             check_own_part(tuple(changed), first, meta, 0, "block.w")
-        check_own_part(tuple(changed), second, meta, 1, "block.w")  # another rank's part is that rank's to hold
+        check_own_part(
+            tuple(changed), second, meta, 1, "block.w"
+        )  # another rank's part is that rank's to hold
 
 
 def test_fields_that_hold_the_same_values_settle_nothing():
-    same = {"row_data": torch.zeros(4, 32), "col_data": torch.zeros(4, 32), "nan": torch.full((2,), torch.nan)}
+    same = {
+        "row_data": torch.zeros(4, 32),
+        "col_data": torch.zeros(4, 32),
+        "nan": torch.full((2,), torch.nan),
+    }
     sent = tuple(same.values())
     outputs = tuple(torch.cat([t, t]) for t in sent)
     assert check_own_part(outputs, sent, metadata(fields=same), 0, "w") is False
     other = {**same, "col_data": torch.full((4, 32), -0.0)}
     sent = tuple(other.values())
-    assert check_own_part(tuple(torch.cat([t, t]) for t in sent), sent, metadata(fields=other), 0, "w") is True
+    assert (
+        check_own_part(tuple(torch.cat([t, t]) for t in sent), sent, metadata(fields=other), 0, "w") is True
+    )
 
 
 class TwoRanks:
@@ -433,7 +443,9 @@ def test_codes_in_each_others_place_are_refused_at_the_first_gather():
     group = Group()
     group._reshard_after_forward = False  # a forward that gathers both directions
     parts = bound_shards(group)
-    with pytest.raises(GatherError, match=r"(?s)rank 1's own part of the gathered row_data is its col_data.*block\.w"):
+    with pytest.raises(
+        GatherError, match=r"(?s)rank 1's own part of the gathered row_data is its col_data.*block\.w"
+    ):
         through_hooks(parts, swap=True)
     assert through_hooks(parts)[0].shape == (64, 64)
 

@@ -48,7 +48,9 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._packed: dict[int, dict[str, int]] = {}  # address of a buffer -> bytes by dtype that went into it
+        self._packed: dict[
+            int, dict[str, int]
+        ] = {}  # address of a buffer -> bytes by dtype that went into it
         self._next: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,7 +205,9 @@ def computed_events(config: Any) -> list[Event]:
     events.append(["all_gather", "float64", 8 * rows, {}])  # sums of squares of the rows, for the norm
     routers = [shape[0] for name, shape in shapes.items() if unit_of(name).endswith(".gate")]
     events.append(["all_reduce", "int64", 8 * sum(routers), {}])  # tokens of each expert, for the router bias
-    return events + [agreed for name, kind in planned.items() for agreed in refreshed(shapes[name], kind, fmt)]
+    return events + [
+        agreed for name, kind in planned.items() for agreed in refreshed(shapes[name], kind, fmt)
+    ]
 
 
 def unit_of(name: str) -> str:

@@ -91,7 +91,13 @@ def unbroken_and_resumed(case: dict[str, Any]) -> dict[str, Any]:
     """A run to its end; and one that stops, is copied as it is then, and goes on."""
     shared = {**case, "start": 0}
     leg({**shared, "out": case["whole"]})
-    leg({**shared, "out": case["broken"], "overrides": [*case["overrides"], f"training.stop_after={case['stop']}"]})
+    leg(
+        {
+            **shared,
+            "out": case["broken"],
+            "overrides": [*case["overrides"], f"training.stop_after={case['stop']}"],
+        }
+    )
     if dist.get_rank() == 0:
         shutil.copytree(case["broken"], case["early"])
     dist.barrier()

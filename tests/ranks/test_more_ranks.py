@@ -96,7 +96,13 @@ def three(corpus, tmp_path_factory):
     shared = {"corpus": str(corpus), "cache": str(root / "cache")}
     formats = ("mxfp8", "hif8")
     whole = [
-        {**shared, "format": f, "ranks": 3, "steps": 3, "overrides": ["fsdp_config.fallback_to_unsharded=true"]}
+        {
+            **shared,
+            "format": f,
+            "ranks": 3,
+            "steps": 3,
+            "overrides": ["fsdp_config.fallback_to_unsharded=true"],
+        }
         for f in formats
     ]
     kept = []
