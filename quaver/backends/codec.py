@@ -93,6 +93,8 @@ class Coded(NamedTuple):
 class KernelCodec(Protocol):
     """What a codec offers besides that has kernels: both directions in one read, and values in the same pass."""
 
+    axis_free: bool
+
     def code_sides(
         self,
         tensor: torch.Tensor | RowSource,

@@ -81,10 +81,10 @@ class HiF8Codec:
     ) -> Coded:
         if spec.format_max is None:
             raise ValueError("HiF8 needs a format_max in its ScalingSpec")
-        if amax is None:
-            amax = tensor_amax(tensor)
-        scale = hif8.scale_from_amax(amax, spec.format_max)
         floats = tensor.dtype in (torch.float32, torch.bfloat16)
+        if amax is None and floats and tensor.ndim in (2, 3) and native.usable(tensor):
+            return Coded(*kernels.hif8_quantize(tensor, kernels.hif8_scales(tensor, spec.format_max), want=want))
+        scale = hif8.scale_from_amax(tensor_amax(tensor) if amax is None else amax, spec.format_max)
         one_each = scale.ndim == 0 or (tensor.ndim == 3 and scale.shape == tensor.shape[:1])
         if floats and one_each and native.usable(tensor, scale):
             return Coded(*kernels.hif8_quantize(tensor, scale, want=want))

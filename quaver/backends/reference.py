@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -77,7 +77,7 @@ class ReferenceBackend:
     ) -> QuantizedOperand:
         """One orientation of a tensor; see `Backend.quantize`."""
         codec = self.codec(spec.format)
-        if isinstance(codec, KernelCodec):
+        if has_kernels(codec):
             row, col = wanted(role, tensor.dtype, codec.axis_free)
             sides = Sides(row, None) if orientation == "row" else Sides(None, col)
             for coded in codec.code_sides(tensor, spec, sides, group_list, amax) or ():
@@ -98,7 +98,7 @@ class ReferenceBackend:
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
         """(row, col) of one tensor; formats without an axis are quantised once and share storage."""
         codec = self.codec(spec.format)
-        if isinstance(codec, KernelCodec):
+        if has_kernels(codec):
             sides = wanted(role, tensor.dtype, codec.axis_free)
             both = codec.code_sides(tensor, spec, sides, group_list, amax)
             if both is not None and both[0] is not None and both[1] is not None:
@@ -210,13 +210,13 @@ class ReferenceBackend:
         """The weight packed for a BF16 product; None where the plain product is to be taken."""
         if layout == "TN" or a.values.dtype is not torch.bfloat16 or a.alpha is not None:
             return None
-        return codec.pack(right, layout, expert) if isinstance(codec, KernelCodec) else None
+        return codec.pack(right, layout, expert) if has_kernels(codec) else None
 
     @staticmethod
     def _turned(codec: Codec, right: QuantizedOperand, layout: Layout, wish: torch.dtype) -> Factors | None:
         """The weight of an NN product in the order of memory that oneDNN multiplies faster, to the same bits."""
         fits = layout == "NN" and wish is torch.bfloat16
-        return codec.turned(right) if fits and isinstance(codec, KernelCodec) else None
+        return codec.turned(right) if fits and has_kernels(codec) else None
 
     def _packed_groups(
         self, codec: Codec, a: Factors, right: QuantizedOperand, ends: list[int], layout: Layout
@@ -254,6 +254,17 @@ class ReferenceBackend:
                 out[expert].zero_()
             start = end
         return out
+
+
+_HAS_KERNELS: dict[type, bool] = {}
+
+
+def has_kernels(codec: Codec) -> TypeGuard[KernelCodec]:
+    """isinstance(codec, KernelCodec), asked once a class: a protocol's check looks at every method each time."""
+    kind = type(codec)
+    if kind not in _HAS_KERNELS:
+        _HAS_KERNELS[kind] = isinstance(codec, KernelCodec)
+    return _HAS_KERNELS[kind]
 
 
 def wanted(role: QuantizationRole, dtype: torch.dtype, axis_free: bool) -> Sides:

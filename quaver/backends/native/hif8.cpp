@@ -123,6 +123,16 @@ QUAVER_API void quaver_amax(const void* x, int is_fp32, int64_t batch, int64_t n
                               : amax_word((const bf16*)x + b * n, n, threads));
 }
 
+// Dequantisation scales of `batch` pieces: amax / format_max where that is finite and above 0, else 1.
+QUAVER_API void quaver_hif8_scales(const void* x, int is_fp32, int64_t batch, int64_t n, float format_max, float* out,
+                                   int threads) {
+  quaver_amax(x, is_fp32, batch, n, out, threads);
+  for (int64_t b = 0; b < batch; b++) {
+    const float quotient = out[b] / format_max;
+    out[b] = quotient > 0.0f && word_of(quotient) < INF_WORD ? quotient : 1.0f;
+  }
+}
+
 // Codes of `batch` pieces of n elements, each with its FP32 scale, and the codes' BF16 values by `table`; a null
 // pointer is not wanted.
 QUAVER_API void quaver_hif8_encode(const void* x, int is_fp32, int64_t batch, int64_t n, const float* scales,

@@ -31,6 +31,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quaver_combine": (_P, _P, _P, _I, _I, _I, _P, _C),
     "quaver_products": (_P, _P, _P, _I, _I, _I, _P, _C),
     "quaver_amax": (_P, _C, _I, _I, _P, _C),
+    "quaver_hif8_scales": (_P, _C, _I, _I, ctypes.c_float, _P, _C),
     "quaver_hif8_encode": (_P, _C, _I, _I, _P, _P, _P, _P, _C),
     "quaver_hif8_decode": (_P, _I, _P, _P, _C),
     "quaver_hif8_decode_transposed": (_P, _I, _I, _I, _P, _P, _C),
@@ -98,8 +99,7 @@ def call(name: str, *arguments: Any) -> int:
     """A kernel by name, with the number of threads as its last argument; its flags."""
     library = _load()[0]
     assert library is not None  # callers ask `usable` first
-    result = getattr(library, name)(*arguments, torch.get_num_threads())
-    return int(result or 0)
+    return getattr(library, name)(*arguments, torch.get_num_threads()) or 0
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -259,6 +259,17 @@ def amax(x: Tensor) -> Tensor:
     if x.numel():
         call("quaver_amax", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(out))
     return out if x.dim() == 3 else out[0]
+
+
+def hif8_scales(x: Tensor, format_max: float) -> Tensor:
+    """FP32 scales as `hif8.scale_from_amax` of `amax` gives them: 0-d of a 2-D tensor, [E] of a 3-D one."""
+    x = x.detach().contiguous()
+    batch = x.shape[0] if x.dim() == 3 else 1
+    if not x.numel():
+        return torch.ones(batch if x.dim() == 3 else ())
+    out = torch.empty(batch if x.dim() == 3 else ())
+    call("quaver_hif8_scales", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, format_max, _at(out))
+    return out
 
 
 def hif8_quantize(x: Tensor, scale: Tensor, *, want: Want) -> Quantized:

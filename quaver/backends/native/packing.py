@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,13 +50,20 @@ def pays(rows: int, contracted: int, features: int) -> bool:
     return contracted * features >= LARGE or rows < FEW_ROWS
 
 
+class _Buffer(NamedTuple):
+    """A packed tensor and where its values lie."""
+
+    tensor: Tensor
+    address: int
+
+
 class _Pool(threading.local):
     """Packed buffers by (features, contracted), least recently used first; one pool a thread."""
 
     def __init__(self) -> None:
-        self.buffers: OrderedDict[tuple[int, int], Tensor | None] = OrderedDict()
+        self.buffers: OrderedDict[tuple[int, int], _Buffer | None] = OrderedDict()
 
-    def get(self, features: int, contracted: int) -> Tensor | None:
+    def get(self, features: int, contracted: int) -> _Buffer | None:
         """A buffer of that shape, or None where packed products are not equal to torch.mm's."""
         key = (features, contracted)
         if key in self.buffers:
@@ -91,10 +99,9 @@ def pack(codes: Tensor, scales: Tensor, *, columns: bool) -> Tensor | None:
     buffer = _POOL.get(features, contracted)
     if buffer is None:
         return None
-    address = torch.ops.mkldnn.data_ptr(buffer)
-    if not kernels.pack_into(codes.contiguous(), scales.contiguous(), columns=columns, address=address):
+    if not kernels.pack_into(codes.contiguous(), scales.contiguous(), columns=columns, address=buffer.address):
         return None
-    return buffer
+    return buffer.tensor
 
 
 def linear(x: Tensor, packed: Tensor) -> Tensor:
@@ -102,7 +109,7 @@ def linear(x: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def _checked_buffer(features: int, contracted: int) -> Tensor | None:
+def _checked_buffer(features: int, contracted: int) -> _Buffer | None:
     """A packed buffer that our own packing fills so that products are torch.mm's; None where they are not."""
     generator = torch.Generator().manual_seed(features * 31 + contracted)
     weight = torch.randn(features, contracted, generator=generator)
@@ -115,13 +122,13 @@ def _checked_buffer(features: int, contracted: int) -> Tensor | None:
     buffer: Tensor = torch.ops.mkldnn._reorder_linear_weight(values)
     if not buffer.is_mkldnn or torch.ops.mkldnn._nbytes(buffer) != 2 * features * contracted:
         return None  # another blocked order, or none at all
+    address: int = torch.ops.mkldnn.data_ptr(buffer)
     for rows in CHECK_ROWS:
         x = torch.randn(rows, contracted, generator=generator).bfloat16()
         wanted = torch.mm(x, values.t())
         if not torch.equal(linear(x, buffer), wanted):
             return None
-        address = torch.ops.mkldnn.data_ptr(buffer)
         kernels.pack_into(codes, row.scales, columns=False, address=address)
         if not torch.equal(linear(x, buffer), wanted):
             return None
-    return buffer
+    return _Buffer(buffer, address)

@@ -87,3 +87,17 @@ def test_amax(compiled, dtype):
     x = torch.ones(40, 40, dtype=dtype)
     x[39, 39] = -math.inf
     assert kernels.amax(x) == math.inf
+
+
+@pytest.mark.parametrize("format_max", [15.0, 224.0])
+def test_scales(compiled, format_max):
+    amaxes = [0.0, 1e-45, 1e-40, 1e-30, 1.0, 3.7, 3e38, math.inf, math.nan]
+    x = torch.zeros(len(amaxes), 5, 7)
+    x[:, 3, 2] = -torch.tensor(amaxes)
+    wanted = hif8.scale_from_amax(torch.tensor(amaxes), format_max)
+    assert torch.equal(kernels.hif8_scales(x, format_max), wanted)
+    for one, scale in zip(x, wanted):
+        found = kernels.hif8_scales(one, format_max)
+        assert found.ndim == 0
+        assert found == scale
+    assert torch.equal(kernels.hif8_scales(torch.zeros(3, 0, 4), format_max), torch.ones(3))
