@@ -29,9 +29,8 @@ def drawn(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 @contextmanager
 def quantise_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping[str, Contestant]]:
-    """BF16 activations [tokens, K] to codes and scales; a copy into memory that is there already."""
+    """BF16 activations [tokens, K] to codes and scales; a copy of them. All of them make new tensors."""
     x_TK = drawn(sizes.tokens, sizes.linear[0]).bfloat16()
-    beside = torch.empty_like(x_TK)
 
     def one_axis(quantizer: Quantizer, orientation: Orientation) -> None:
         quantizer.quantize(x_TK, orientation=orientation)
@@ -40,7 +39,7 @@ def quantise_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mappi
         quantizer.quantize_dual(x_TK)
 
     def copy() -> None:
-        beside.copy_(x_TK)
+        x_TK.clone()
 
     contestants: dict[str, Contestant] = {"copy": copy}
     for fmt in ("mxfp8", "hif8"):
