@@ -176,6 +176,10 @@ class Backend(Protocol):
     # A backend with `takes_sources = True` also quantises a `RowSource` in place of a tensor; for the others the
     # experts compute the tensor first.
 
+    @property
+    def device_type(self) -> str | None:
+        """torch's name of the one kind of device that it computes on; None: any."""
+
     def check_capability(self, config: LowPrecisionConfig) -> None:
         """Raises CapabilityError (device, op, version, remedy) where this machine cannot run the recipe."""
 

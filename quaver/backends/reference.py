@@ -61,6 +61,11 @@ class ReferenceBackend:
             )
         return self.codecs[format]
 
+    @property
+    def device_type(self) -> str | None:
+        """None: it computes on any device."""
+        return None
+
     def check_capability(self, config: LowPrecisionConfig) -> None:
         """The reference backend runs everywhere; only the format must be known to it."""
         self.codec(config.format)

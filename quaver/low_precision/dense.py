@@ -42,10 +42,10 @@ class _DenseGemms(torch.autograd.Function):
         ctx: Any, x_TK: torch.Tensor, w_NK: Weight, fqn: str, recipe: LowPrecisionRecipe, wants_wgrad: bool
     ) -> torch.Tensor:
         if wants_wgrad:
-            row, col = recipe.quantize_pair(x_TK, Role.INPUT_FWD, Role.INPUT_BWD)
+            row, col = recipe.quantize_pair(x_TK, Role.INPUT_FWD, Role.INPUT_BWD, fqn=fqn)
             ctx.save_for_backward(col.data, col.scale, w_NK)
         else:
-            row = recipe.quantizer(Role.INPUT_FWD).quantize(x_TK, orientation="row")
+            row = recipe.quantizer(Role.INPUT_FWD, fqn).quantize(x_TK, orientation="row")
             ctx.save_for_backward(w_NK)
         ctx.fqn, ctx.recipe, ctx.version, ctx.x_dtype = fqn, recipe, w_NK.version, x_TK.dtype
         return recipe.backend.low_precision_matmul(
@@ -60,7 +60,7 @@ class _DenseGemms(torch.autograd.Function):
         recipe: LowPrecisionRecipe = ctx.recipe
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         check_version(w_NK, ctx.version)
-        g_row, g_col = recipe.quantizer(Role.GRAD_OUTPUT).quantize_sides(
+        g_row, g_col = recipe.quantizer(Role.GRAD_OUTPUT, ctx.fqn).quantize_sides(
             g_TN, row=wants_dgrad, col=wants_wgrad
         )
         dx_TK = dw_NK = None

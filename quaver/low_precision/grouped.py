@@ -147,22 +147,22 @@ class _GroupedSwiGLU(torch.autograd.Function):
         wants_wgrad: tuple[bool, bool],
     ) -> torch.Tensor:
         gmm, dtype, ends = recipe.backend.low_precision_grouped_matmul, x_TH.dtype, routing.ends_E
-        x_row = _rows(recipe.quantizer(Role.INPUT_FWD).quantize(x_TH, orientation="row"), routing.token_S)
+        x_row = _rows(recipe.quantizer(Role.INPUT_FWD, sites[0]).quantize(x_TH, orientation="row"), routing.token_S)
         site = GemmSite(sites[0], "fprop")
         h = gmm(x_row, gate_up.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
         act = _for(recipe, SwiGLU(h))
         x_col = a_col = None
         if wants_wgrad[1]:
-            a_row, a_col = recipe.quantize_pair(act, Role.INPUT_FWD, Role.INPUT_BWD, ends)
+            a_row, a_col = recipe.quantize_pair(act, Role.INPUT_FWD, Role.INPUT_BWD, ends, sites[1])
         else:
-            a_row = recipe.quantizer(Role.INPUT_FWD).quantize(act, orientation="row")
+            a_row = recipe.quantizer(Role.INPUT_FWD, sites[1]).quantize(act, orientation="row")
         site = GemmSite(sites[1], "fprop")
         y = gmm(a_row, down.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
         if wants_wgrad[0] and x_row.scale.ndim == 0:  # one scale, no axis: the codes serve the token axis too
             x_col = x_row.as_orientation("col")
         elif wants_wgrad[0]:
             x_SH = _for(recipe, GatheredRows(x_TH, routing.token_S))
-            x_col = recipe.quantizer(Role.INPUT_BWD).quantize(x_SH, orientation="col", group_list=ends)
+            x_col = recipe.quantizer(Role.INPUT_BWD, sites[0]).quantize(x_SH, orientation="col", group_list=ends)
         saved = [t for operand in (x_col, a_col) for t in _tensors(operand)]
         ctx.save_for_backward(
             *saved, h, y, weight_Tk, routing.order_S, routing.inverse_S, routing.token_S, ends, gate_up, down
@@ -179,7 +179,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         check_version(down, ctx.versions[1])
         recipe: LowPrecisionRecipe = ctx.recipe
         gmm, dtype, fmt = recipe.backend.low_precision_grouped_matmul, g_TH.dtype, recipe.format
-        gradient = recipe.quantizer(Role.GRAD_OUTPUT)
+        gradient = recipe.quantizer(Role.GRAD_OUTPUT, ctx.sites[0].rpartition(".")[0] or ctx.sites[0])
         wants_x, wants_weight, _, wants_gate_up, wants_down = ctx.needs_input_grad[:5]
         place_Tk = inverse.view(weight_Tk.shape)
         dx = dweight = dgate_up = ddown = None

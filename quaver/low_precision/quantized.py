@@ -205,14 +205,14 @@ class MXFP8Tensor(QuantizedWeightTensor):
         """
         if shard is not None and shard.cuts_blocks and spec.kind == "dense":
             return cls._quantize_cut(master, spec, shard)
-        last, before = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD).quantize_dual(master)
+        last, before = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD, spec.fqn).quantize_dual(master)
         row, col = (last, before) if spec.kind == "dense" else (before, last)
         return {"row_data": row.data, "row_scale": row.scale, "col_data": col.data, "col_scale": col.scale}
 
     @classmethod
     def _quantize_cut(cls, master: torch.Tensor, spec: WeightSpec, shard: Shard) -> Physical:
-        row = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD).quantize(master, orientation="row")
-        columns = spec.recipe.quantizer(QuantizationRole.WEIGHT_BWD)
+        row = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD, spec.fqn).quantize(master, orientation="row")
+        columns = spec.recipe.quantizer(QuantizationRole.WEIGHT_BWD, spec.fqn)
         first = shard.row0 // mxfp8.BLOCK
         touched = columns.column_scales(master, row0=shard.row0)
         scales = touched.new_zeros((-(-shard.total // mxfp8.BLOCK), master.shape[1]))
@@ -269,7 +269,7 @@ class PerTensorWeight(QuantizedWeightTensor):
         if shard is not None and spec.kind == "dense":
             # a NaN would not survive every library's maximum; Inf gives the same scale, 1
             amax = shard.maximum(master.abs().amax().float().nan_to_num(nan=torch.inf, posinf=torch.inf))
-        operand = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD).quantize(
+        operand = spec.recipe.quantizer(QuantizationRole.WEIGHT_FWD, spec.fqn).quantize(
             master, orientation="row", amax=amax
         )
         return {"data": operand.data, "scale": operand.scale.reshape(-1)}

@@ -6,7 +6,8 @@ constant is a new version, never a new meaning of an old id. May import: backend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,11 +54,12 @@ RECIPES: dict[str, RecipeSpec] = {
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Quantises for one role; walks no model, runs no collective."""
+    """Quantises for one role; walks no model, runs no collective. A kernel's error goes up as it is, `fqn` noted."""
 
     spec: ScalingSpec
     role: QuantizationRole
     backend: Backend
+    fqn: str | None = None  # whose tensors; None: called by hand, there is nothing to note
 
     def quantize(
         self,
@@ -68,9 +70,15 @@ class Quantizer:
         amax: torch.Tensor | None = None,
     ) -> QuantizedOperand:
         """[M, K] or [E, A, B] in FP32 or BF16 -> one operand; `group_list`: [E] int64 cumulative ends."""
-        return self.backend.quantize(
-            tensor, spec=self.spec, role=self.role, orientation=orientation, group_list=group_list, amax=amax
-        )
+        with self._noted():
+            return self.backend.quantize(
+                tensor,
+                spec=self.spec,
+                role=self.role,
+                orientation=orientation,
+                group_list=group_list,
+                amax=amax,
+            )
 
     def quantize_dual(
         self,
@@ -80,9 +88,10 @@ class Quantizer:
         amax: torch.Tensor | None = None,
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
         """(row, col) in one go."""
-        return self.backend.quantize_dual(
-            tensor, spec=self.spec, role=self.role, group_list=group_list, amax=amax
-        )
+        with self._noted():
+            return self.backend.quantize_dual(
+                tensor, spec=self.spec, role=self.role, group_list=group_list, amax=amax
+            )
 
     def quantize_sides(
         self, tensor: torch.Tensor, *, row: bool, col: bool, group_list: torch.Tensor | None = None
@@ -97,11 +106,22 @@ class Quantizer:
 
     def column_scales(self, tensor: torch.Tensor, *, row0: int) -> torch.Tensor:
         """uint8 [touched blocks, K]: scales of the `col` blocks that rows from `row0` on touch, from these alone."""
-        return self.backend.column_scales(tensor, spec=self.spec, role=self.role, row0=row0)
+        with self._noted():
+            return self.backend.column_scales(tensor, spec=self.spec, role=self.role, row0=row0)
 
     def quantize_columns(self, tensor: torch.Tensor, scales: torch.Tensor, *, row0: int) -> torch.Tensor:
         """uint8 codes [M, K] of these rows under the scales of the whole blocks."""
-        return self.backend.quantize_columns(tensor, scales, spec=self.spec, role=self.role, row0=row0)
+        with self._noted():
+            return self.backend.quantize_columns(tensor, scales, spec=self.spec, role=self.role, row0=row0)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.fqn is not None:
+                error.add_note(f"in {self.fqn}, quantising {self.role.value}")
+            raise
 
 
 @dataclass(frozen=True)
@@ -122,9 +142,9 @@ class LowPrecisionRecipe:
         """Element format."""
         return self.spec.format
 
-    def quantizer(self, role: QuantizationRole) -> Quantizer:
-        """The quantiser of a role."""
-        return Quantizer(self.spec.roles[role], role, self.backend)
+    def quantizer(self, role: QuantizationRole, fqn: str | None = None) -> Quantizer:
+        """The quantiser of a role; errors note the module or weight `fqn`."""
+        return Quantizer(self.spec.roles[role], role, self.backend, fqn)
 
     def quantize_pair(
         self,
@@ -132,9 +152,10 @@ class LowPrecisionRecipe:
         row_role: QuantizationRole,
         col_role: QuantizationRole,
         group_list: torch.Tensor | None = None,
+        fqn: str | None = None,
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
         """Row under one role and col under another; one dual call where the two are scaled alike."""
-        row, col = self.quantizer(row_role), self.quantizer(col_role)
+        row, col = self.quantizer(row_role, fqn), self.quantizer(col_role, fqn)
         if row.spec == col.spec:
             return row.quantize_dual(tensor, group_list=group_list)
         return (

@@ -55,9 +55,7 @@ def backend_device(config: RunConfig, formats: Sequence[FormatExtension] = ()) -
     """The one kind of device that the backend computes on; None: any, or low precision is off."""
     if not config.low_precision.enabled:
         return None
-    backend = build_policy(config.low_precision, Ledger(), formats).backend
-    found: str | None = getattr(backend, "device_type", None)
-    return found
+    return build_policy(config.low_precision, Ledger(), formats).backend.device_type
 
 
 def device_module(kind: str) -> ModuleType:

@@ -89,6 +89,9 @@ def test_an_error_while_quantising_is_raised_as_itself(role, run):
         run(policy(FORMATS[0], backend))
     assert caught.value is backend.error
     assert None not in trace.seen
+    (note,) = caught.value.__notes__
+    assert note.endswith(f", quantising {role}")
+    assert note.startswith("in block.proj" if run is dense_pass else "in gate_up")
 
 
 @pytest.mark.parametrize("recompute", [False, True])
