@@ -61,13 +61,18 @@ static INLINE uint32_t word_of_element(bf16 element) { return (uint32_t)element 
 // Transposes 8 x 8 16-bit elements: row i of `from` (rows `pitch` apart) becomes column i of `to`.
 static INLINE void transpose_8x8(const uint16_t* from, int64_t pitch, uint16_t* to, int64_t to_pitch) {
   typedef uint16_t lanes __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define QUAVER_MIX(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else  // GCC has __builtin_shufflevector from 12 on only
+#define QUAVER_MIX(x, y, ...) __builtin_shuffle(x, y, lanes{__VA_ARGS__})
+#endif
   lanes a[8], b[8];
   for (int i = 0; i < 8; i++) std::memcpy(&a[i], from + i * pitch, 16);
   // Three rounds of interleaving row i with row i + 4 put element (i, j) at (j, i).
   for (int round = 0; round < 3; round++) {
     for (int i = 0; i < 4; i++) {
-      b[2 * i] = __builtin_shufflevector(a[i], a[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-      b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+      b[2 * i] = QUAVER_MIX(a[i], a[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+      b[2 * i + 1] = QUAVER_MIX(a[i], a[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
     }
     for (int i = 0; i < 8; i++) a[i] = b[i];
   }

@@ -63,14 +63,22 @@ class BuildError(Exception):
     """No library came of it; the message says why, in one line or the compiler's own many."""
 
 
-def find_compiler() -> str | None:
-    """Path of the C++ compiler: $CXX, else the first of g++, c++ and clang++; None where there is none."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for name in (*named[:1], *COMPILERS):
-        found = shutil.which(name)
+def compiler_command() -> list[str]:
+    """The C++ compiler: $CXX (which may hold more words, as "ccache g++"), else g++, c++ or clang++; [] if none."""
+    for words in (shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)):
+        found = shutil.which(words[0]) if words else None
         if found is not None:
-            return found
-    return None
+            return [found, *words[1:]]
+    return []
+
+
+# RuntimeError: a user without a home; SubprocessError: a compiler that does not tell its version
+TROUBLE = (BuildError, OSError, RuntimeError, subprocess.SubprocessError)
+
+
+def find_compiler() -> str | None:
+    """The command of the C++ compiler in one line; None where there is none."""
+    return shlex.join(compiler_command()) or None
 
 
 def flags() -> tuple[str, ...]:
@@ -86,8 +94,11 @@ def cache_folder() -> Path:
 def trial() -> KernelStatus:
     """What `build` would come to, leaving nothing behind: a library not yet in the cache is compiled and removed."""
     compiler = find_compiler()
-    if compiler is not None and (cache_folder() / f"quaver-{_key(compiler)}.so").is_file():
-        return build()[1]
+    try:
+        if compiler is not None and (cache_folder() / f"quaver-{_key(compiler)}.so").is_file():
+            return build()[1]
+    except TROUBLE as error:
+        return failed(compiler, str(error))
     with tempfile.TemporaryDirectory(prefix="quaver-kernels-") as folder:
         library, status = build(Path(folder))
     if library is None:
@@ -106,7 +117,7 @@ def build(folder: Path | None = None) -> tuple[Path | None, KernelStatus]:
         return None, KernelStatus("torch", f"no C++ compiler ({', '.join(COMPILERS)}, or $CXX) was found")
     try:
         library = _library(compiler, folder or cache_folder())
-    except (BuildError, OSError) as error:
+    except TROUBLE as error:
         return None, failed(compiler, str(error))
     return library, KernelStatus("native", "compiled for this CPU", str(library), compiler, flags())
 
@@ -115,7 +126,7 @@ def failed(compiler: str | None, why: str) -> KernelStatus:
     """One warning on stderr, and the status of the pure-torch path."""
     print(
         f"quaver: the CPU kernels could not be built, so the slower pure-torch path runs (same numbers): {why}\n"
-        f"quaver: install a working g++, or set {SWITCH}=off to run without and without this warning",
+        f"quaver: install a working g++ or clang++, or set {SWITCH}=off to run without and without this warning",
         file=sys.stderr,
     )
     return KernelStatus("torch", f"the kernels could not be built: {why.splitlines()[0]}", None, compiler)
@@ -137,7 +148,7 @@ def _key(compiler: str) -> str:
     digest = hashlib.sha256()
     for path in _files():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT, check=False)
+    version = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, timeout=TIMEOUT, check=False)
     for part in (compiler, version.stdout.decode(errors="replace"), *flags(), _cpu_features()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
@@ -162,12 +173,17 @@ def _compile(compiler: str, library: Path) -> None:
     os.close(handle)
     try:
         done = subprocess.run(
-            [compiler, *flags(), *sources, "-o", beside], capture_output=True, timeout=TIMEOUT, check=False
+            [*shlex.split(compiler), *flags(), *sources, "-o", beside],
+            capture_output=True,
+            timeout=TIMEOUT,
+            check=False,
         )
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip() or "it said nothing"
             raise BuildError(f"{compiler} ended with code {done.returncode}\n{said}")
         os.chmod(beside, 0o700)
+        with open(beside, "rb") as made:
+            os.fsync(made.fileno())  # a power cut must not leave an empty file under the library's name
         os.replace(beside, library)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler} did not end within {TIMEOUT:.0f} s") from error

@@ -10,6 +10,7 @@ import ctypes
 from enum import Enum, auto
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -71,15 +72,27 @@ def _load() -> tuple[ctypes.CDLL | None, KernelStatus]:
     if library is None:
         return None, status
     try:
-        loaded = ctypes.CDLL(str(library))
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.argtypes = arguments
-            function.restype = _C if name in _INT_RESULT else None
-    except (OSError, AttributeError) as error:
-        return None, failed(status.compiler, f"{library} cannot be loaded: {error}")
+        loaded = _opened(library)
+    except (OSError, AttributeError):  # damaged in the cache: made once more
+        library.unlink(missing_ok=True)
+        library, status = build()
+        if library is None:
+            return None, status
+        try:
+            loaded = _opened(library)
+        except (OSError, AttributeError) as error:
+            return None, failed(status.compiler, f"{library} cannot be loaded: {error}")
     keep_freed_pages()
     return loaded, status
+
+
+def _opened(library: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes = arguments
+        function.restype = _C if name in _INT_RESULT else None
+    return loaded
 
 
 def status() -> KernelStatus:
@@ -100,6 +113,11 @@ def call(name: str, *arguments: Any) -> int:
     library = _load()[0]
     assert library is not None  # callers ask `usable` first
     return getattr(library, name)(*arguments, torch.get_num_threads()) or 0
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    """A kernel follows an address, not strides."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -127,7 +145,7 @@ def quantize(
     Returns:
         (row, col); `values` is None where a block is not made of normal BF16 numbers.
     """
-    x = x.detach()
+    x, ends, index = x.detach(), _dense(ends), _dense(index)
     if x.stride(-1) != 1 or (x.dim() != 2 and not x.is_contiguous()):
         x = x.contiguous()
     cols = x.shape[-1]
@@ -156,6 +174,7 @@ def quantize_computed(
 ) -> tuple[Quantized | None, Quantized | None]:
     """As `quantize`, of a BF16 tensor [rows, cols] that the kernel computes from `inputs` (see experts.py)."""
     rows, cols = shape
+    ends = _dense(ends)
     blocks = -(-rows // mxfp8.BLOCK) if ends is None else int(mxfp8.group_scale_ends(ends)[-1])
     row_side = (row, torch.Size((rows, -(-cols // mxfp8.BLOCK))))
     groups = 1 if ends is None else ends.numel()
@@ -193,9 +212,9 @@ def _buffers(shape: torch.Size, want: Want | None, scales: torch.Size) -> _Buffe
     if want is None:
         return None, None, None
     return (
-        torch.empty(shape, dtype=torch.uint8) if want.codes else None,
-        torch.empty(scales, dtype=torch.uint8),
-        torch.empty(shape, dtype=torch.bfloat16) if want.values else None,
+        torch.empty(shape, dtype=torch.uint8, device="cpu") if want.codes else None,
+        torch.empty(scales, dtype=torch.uint8, device="cpu"),
+        torch.empty(shape, dtype=torch.bfloat16, device="cpu") if want.values else None,
     )
 
 
@@ -214,9 +233,9 @@ def ends_fit(ends: Tensor, rows: int) -> bool:
 
 def decode_rows(codes: Tensor, scales: Tensor, index: Tensor | None = None) -> Tensor | None:
     """BF16 values of MXFP8 codes [*, K] in row blocks, of the rows `index` if given; None where BF16 would lose."""
-    codes, scales = codes.contiguous(), scales.contiguous()
+    codes, scales, index = codes.contiguous(), scales.contiguous(), _dense(index)
     shape = codes.shape if index is None else torch.Size((index.numel(), codes.shape[-1]))
-    out = torch.empty(shape, dtype=torch.bfloat16)
+    out = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
     if out.numel() == 0:
         return out
     rows = shape[:-1].numel()
@@ -226,8 +245,8 @@ def decode_rows(codes: Tensor, scales: Tensor, index: Tensor | None = None) -> T
 
 def decode_columns(codes: Tensor, scales: Tensor, ends: Tensor | None = None) -> Tensor | None:
     """BF16 values of MXFP8 codes [*, A, B] in column blocks, restarting at `ends`; None where BF16 would lose."""
-    codes, scales = codes.contiguous(), scales.contiguous()
-    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    codes, scales, ends = codes.contiguous(), scales.contiguous(), _dense(ends)
+    out = torch.empty(codes.shape, dtype=torch.bfloat16, device="cpu")
     if out.numel() == 0:
         return out
     inner, cols = codes.shape[-2:]
@@ -255,7 +274,7 @@ def amax(x: Tensor) -> Tensor:
     """FP32 largest magnitude: 0-d of a 2-D tensor, [E] of a 3-D one; 0 where empty, NaN if there is one."""
     x = x.detach().contiguous()
     batch = x.shape[0] if x.dim() == 3 else 1
-    out = torch.zeros(batch, dtype=torch.float32)
+    out = torch.zeros(batch, dtype=torch.float32, device="cpu")
     if x.numel():
         call("quaver_amax", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(out))
     return out if x.dim() == 3 else out[0]
@@ -266,8 +285,8 @@ def hif8_scales(x: Tensor, format_max: float) -> Tensor:
     x = x.detach().contiguous()
     batch = x.shape[0] if x.dim() == 3 else 1
     if not x.numel():
-        return torch.ones(batch if x.dim() == 3 else ())
-    out = torch.empty(batch if x.dim() == 3 else ())
+        return torch.ones(batch if x.dim() == 3 else (), device="cpu")
+    out = torch.empty(batch if x.dim() == 3 else (), device="cpu")
     call("quaver_hif8_scales", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, format_max, _at(out))
     return out
 
@@ -275,8 +294,8 @@ def hif8_scales(x: Tensor, format_max: float) -> Tensor:
 def hif8_quantize(x: Tensor, scale: Tensor, *, want: Want) -> Quantized:
     """HiF8 codes of x / scale and their BF16 values, as wanted; one FP32 scale, or one per leading index of 3-D."""
     x, scale = x.detach().contiguous(), scale.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.uint8) if want.codes else None
-    decoded = torch.empty(x.shape, dtype=torch.bfloat16) if want.values else None
+    codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu") if want.codes else None
+    decoded = torch.empty(x.shape, dtype=torch.bfloat16, device="cpu") if want.values else None
     batch = scale.numel()
     if x.numel():
         table = hif8.decode_table(torch.bfloat16)
@@ -288,7 +307,7 @@ def hif8_quantize(x: Tensor, scale: Tensor, *, want: Want) -> Quantized:
 def hif8_decode(codes: Tensor) -> Tensor:
     """BF16 values of HiF8 codes, contiguous."""
     codes = codes.contiguous()
-    out = torch.empty(codes.shape, dtype=torch.bfloat16)
+    out = torch.empty(codes.shape, dtype=torch.bfloat16, device="cpu")
     call("quaver_hif8_decode", _at(codes), codes.numel(), _at(hif8.decode_table(torch.bfloat16)), _at(out))
     return out
 
@@ -297,7 +316,7 @@ def hif8_decode_transposed(codes: Tensor) -> Tensor:
     """BF16 values of HiF8 codes [*, A, B] as contiguous [*, B, A]."""
     codes = codes.contiguous()
     *leading, rows, cols = codes.shape
-    out = torch.empty((*leading, cols, rows), dtype=torch.bfloat16)
+    out = torch.empty((*leading, cols, rows), dtype=torch.bfloat16, device="cpu")
     batch = codes.shape[:-2].numel()
     table = hif8.decode_table(torch.bfloat16)
     call("quaver_hif8_decode_transposed", _at(codes), batch, rows, cols, _at(table), _at(out))

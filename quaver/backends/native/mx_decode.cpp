@@ -93,20 +93,24 @@ QUAVER_API int quaver_mx_decode_rows(const uint8_t* codes, const uint8_t* scales
 QUAVER_API int quaver_mx_decode_columns(const uint8_t* codes, const uint8_t* scales, int64_t cols, const int64_t* ends,
                                         int64_t groups, int64_t group_rows, bf16* out, int threads) {
   const std::vector<Span> spans = spans_of(ends, groups, group_rows);
-  const int64_t tiles = (cols + TILE - 1) / TILE, work = (int64_t)spans.size() * tiles;
+  const int tile = tile_width(cols, (int64_t)spans.size(), threads);
+  const int64_t tiles = (cols + tile - 1) / tile, work = (int64_t)spans.size() * tiles;
   uint32_t unsafe = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : unsafe) if (work > 4)
-  for (int64_t t = 0; t < work; t++) {
-    const Span span = spans[t / tiles];
-    const int64_t c0 = (t % tiles) * TILE;
-    const int width = (int)std::min<int64_t>(TILE, cols - c0);
-    const uint8_t* s = scales + (t / tiles) * cols + c0;
-    alignas(64) uint16_t offsets[TILE];
-    bool some_zero;
-    unsafe |= read_scales(s, width, offsets, &some_zero);
-    for (int r = 0; r < span.count; r++) {
-      const int64_t at = (span.first + r) * cols + c0;
-      unsafe |= decode_columns(codes + at, s, offsets, width, some_zero, out + at);
+#pragma omp parallel num_threads(threads) reduction(| : unsafe) if (work > 1 && work * tile > 1024)
+  {
+    std::vector<uint16_t> offsets(tile);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < work; t++) {
+      const Span span = spans[t / tiles];
+      const int64_t c0 = (t % tiles) * tile;
+      const int width = (int)std::min<int64_t>(tile, cols - c0);
+      const uint8_t* s = scales + (t / tiles) * cols + c0;
+      bool some_zero;
+      unsafe |= read_scales(s, width, offsets.data(), &some_zero);
+      for (int r = 0; r < span.count; r++) {
+        const int64_t at = (span.first + r) * cols + c0;
+        unsafe |= decode_columns(codes + at, s, offsets.data(), width, some_zero, out + at);
+      }
     }
   }
   return (int)unsafe;

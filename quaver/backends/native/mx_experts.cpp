@@ -6,6 +6,8 @@
 
 namespace quaver {
 
+constexpr int PIECE = 256;  // elements of a row at a time, where there is something in between
+
 // Factors of torch's silu_backward: dy * sigmoid(x) * (1 + x * (1 - sigmoid(x))), multiplied from left to right.
 struct Slope {
   float sigmoid, rest;
@@ -57,9 +59,12 @@ struct SwiGLU {
   Inputs in;
   INLINE const bf16* row(int64_t r, int64_t first, int width, bf16* __restrict out) const {
     const bf16* gate = in.a + r * 2 * in.cols + first;
-    bf16 silu[TILE];
-    look_up_silu(gate, width, in.silu, silu);
-    multiply_rounded(silu, gate + in.cols, width, out);
+    for (int j = 0; j < width; j += PIECE) {
+      const int n = std::min(PIECE, width - j);
+      bf16 silu[PIECE];
+      look_up_silu(gate + j, n, in.silu, silu);
+      multiply_rounded(silu, gate + in.cols + j, n, out + j);
+    }
     return out;
   }
 };
@@ -71,22 +76,25 @@ struct SwiGLUGradient {
   INLINE const bf16* row(int64_t r, int64_t first, int width, bf16* __restrict out) const {
     const int64_t half = in.cols / 2;
     const int left = (int)std::max<int64_t>(0, std::min<int64_t>(width, half - first));
-    const bf16 *da = in.a + r * half, *gate = in.b + r * in.cols, *up = gate + half;
-    if (left) {
-      float sigmoid[TILE], rest[TILE];
-      look_up_slope(gate + first, left, in.slope, sigmoid, rest);
-      for (int j = 0; j < left; j++) {
-        const float inner = float_of_bf16(bf16_of_float(float_of_bf16(da[first + j]) * float_of_bf16(up[first + j])));
-        out[j] = bf16_of_float(inner * sigmoid[j] * rest[j]);
-      }
-    }
-    if (left < width) {
-      const int64_t at = first + left - half;
-      bf16 silu[TILE];
-      look_up_silu(gate + at, width - left, in.silu, silu);
-      multiply_rounded(silu, da + at, width - left, out + left);
+    const bf16 *da = in.a + r * half, *gate = in.b + r * in.cols;
+    for (int j = 0; j < left; j += PIECE) slope(da + first + j, gate + first + j, std::min(PIECE, left - j), out + j);
+    for (int j = left; j < width; j += PIECE) {
+      const int n = std::min(PIECE, width - j);
+      const int64_t at = first + j - half;
+      bf16 silu[PIECE];
+      look_up_silu(gate + at, n, in.silu, silu);
+      multiply_rounded(silu, da + at, n, out + j);
     }
     return out;
+  }
+  INLINE void slope(const bf16* __restrict da, const bf16* __restrict gate, int n, bf16* __restrict out) const {
+    const bf16* __restrict up = gate + in.cols / 2;
+    float sigmoid[PIECE], rest[PIECE];
+    look_up_slope(gate, n, in.slope, sigmoid, rest);
+    for (int j = 0; j < n; j++) {
+      const float inner = float_of_bf16(bf16_of_float(float_of_bf16(da[j]) * float_of_bf16(up[j])));
+      out[j] = bf16_of_float(inner * sigmoid[j] * rest[j]);
+    }
   }
 };
 
@@ -96,8 +104,8 @@ static float fill(const Source& source, int64_t rows, bf16* out, int threads) {
   int32_t amax = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(max : amax) if (rows * cols > 32768)
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < cols; c += TILE) {
-      const int width = (int)std::min<int64_t>(TILE, cols - c);
+    for (int64_t c = 0; c < cols; c += PIECE) {
+      const int width = (int)std::min<int64_t>(PIECE, cols - c);
       const bf16* line = source.row(r, c, width, out + r * cols + c);
       int32_t most = 0;
       for (int j = 0; j < width; j++) {
@@ -118,11 +126,10 @@ QUAVER_API int quaver_mx_experts(const Inputs* in, const int64_t* ends, int64_t 
                                  uint8_t* row_codes, uint8_t* row_scales, bf16* row_values, uint8_t* col_codes,
                                  uint8_t* col_scales, bf16* col_values, int threads) {
   const Output row = {row_codes, row_scales, row_values}, col = {col_codes, col_scales, col_values};
-  const uint32_t carry = rceil ? 0x1fffffu : 0u;
   const std::vector<Span> spans = spans_of(ends, groups, group_rows);
-  if (in->kind == 0) return quantize<bf16>(ScaledRows{*in}, in->cols, spans, row, col, carry, threads);
-  if (in->kind == 1) return quantize<bf16>(SwiGLU{*in}, in->cols, spans, row, col, carry, threads);
-  return quantize<bf16>(SwiGLUGradient{*in}, in->cols, spans, row, col, carry, threads);
+  if (in->kind == 0) return quantize<bf16>(ScaledRows{*in}, in->cols, spans, row, col, rceil != 0, threads);
+  if (in->kind == 1) return quantize<bf16>(SwiGLU{*in}, in->cols, spans, row, col, rceil != 0, threads);
+  return quantize<bf16>(SwiGLUGradient{*in}, in->cols, spans, row, col, rceil != 0, threads);
 }
 
 // The same sources as BF16 [rows, cols], and their largest magnitude.
@@ -141,9 +148,9 @@ QUAVER_API void quaver_combine(const bf16* y, const int64_t* place, const float*
                                int64_t cols, bf16* out, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (tokens * k * cols > 32768)
   for (int64_t t = 0; t < tokens; t++) {
-    float sum[TILE];
-    for (int64_t c = 0; c < cols; c += TILE) {
-      const int width = (int)std::min<int64_t>(TILE, cols - c);
+    float sum[PIECE];
+    for (int64_t c = 0; c < cols; c += PIECE) {
+      const int width = (int)std::min<int64_t>(PIECE, cols - c);
       for (int j = 0; j < width; j++) sum[j] = 0.0f;
       for (int64_t i = 0; i < k; i++) {
         const bf16* __restrict line = y + place[t * k + i] * cols + c;

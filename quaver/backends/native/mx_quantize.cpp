@@ -25,9 +25,8 @@ QUAVER_API int quaver_mx_quantize(const void* x, int is_fp32, int64_t cols, int6
                                   uint8_t* row_codes, uint8_t* row_scales, bf16* row_values, uint8_t* col_codes,
                                   uint8_t* col_scales, bf16* col_values, int threads) {
   const Output row = {row_codes, row_scales, row_values}, col = {col_codes, col_scales, col_values};
-  const uint32_t carry = rceil ? 0x1fffffu : 0u;
   const std::vector<Span> spans = spans_of(ends, groups, group_rows);
   if (is_fp32)
-    return quantize<uint32_t>(Rows<uint32_t>{(const uint32_t*)x, stride, index}, cols, spans, row, col, carry, threads);
-  return quantize<bf16>(Rows<bf16>{(const bf16*)x, stride, index}, cols, spans, row, col, carry, threads);
+    return quantize<uint32_t>(Rows<uint32_t>{(const uint32_t*)x, stride, index}, cols, spans, row, col, rceil != 0, threads);
+  return quantize<bf16>(Rows<bf16>{(const bf16*)x, stride, index}, cols, spans, row, col, rceil != 0, threads);
 }
