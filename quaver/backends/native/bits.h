@@ -42,12 +42,6 @@ static INLINE float float_of(uint32_t word) {
 
 static INLINE float float_of_bf16(bf16 bits) { return float_of((uint32_t)bits << 16); }
 
-// `yes` or `no` without a branch, so that loops of it become vector code.
-static INLINE uint32_t pick(bool condition, uint32_t yes, uint32_t no) {
-  const uint32_t mask = 0u - (uint32_t)condition;
-  return (mask & yes) | (~mask & no);
-}
-
 // FP32 -> BF16, round to nearest even; NaN becomes torch's quiet NaN.
 static INLINE bf16 bf16_of_float(float value) {
   uint32_t word = word_of(value);

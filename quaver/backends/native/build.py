@@ -95,7 +95,7 @@ def trial() -> KernelStatus:
     """What `build` would come to, leaving nothing behind: a library not yet in the cache is compiled and removed."""
     compiler = find_compiler()
     try:
-        if compiler is not None and (cache_folder() / f"quaver-{_key(compiler)}.so").is_file():
+        if compiler is not None and _whole(cache_folder() / f"quaver-{_key(compiler)}.so"):
             return build()[1]
     except TROUBLE as error:
         return failed(compiler, str(error))
@@ -135,13 +135,25 @@ def failed(compiler: str | None, why: str) -> KernelStatus:
 def _library(compiler: str, folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     library = folder / f"quaver-{_key(compiler)}.so"
-    if not library.is_file():
+    if not _whole(library):
         with (folder / f"{library.stem}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # ranks that start together wait here for the first
-            if not library.is_file():
+            if not _whole(library):
                 _compile(compiler, library)
     _check_owner(library)
     return library
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _whole(library: Path) -> bool:
+    """True if the library is there as it was compiled: the loader dies of one that was cut short."""
+    kept = _digest_file(library)
+    if not (library.is_file() and kept.is_file()):
+        return False
+    return kept.read_text(encoding="utf-8") == hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def _key(compiler: str) -> str:
@@ -182,8 +194,7 @@ def _compile(compiler: str, library: Path) -> None:
             said = done.stderr.decode(errors="replace").strip() or "it said nothing"
             raise BuildError(f"{compiler} ended with code {done.returncode}\n{said}")
         os.chmod(beside, 0o700)
-        with open(beside, "rb") as made:
-            os.fsync(made.fileno())  # a power cut must not leave an empty file under the library's name
+        _digest_file(library).write_text(hashlib.sha256(Path(beside).read_bytes()).hexdigest(), encoding="utf-8")
         os.replace(beside, library)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler} did not end within {TIMEOUT:.0f} s") from error

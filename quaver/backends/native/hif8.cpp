@@ -1,7 +1,8 @@
 // HiF8: amax, codes of x / scale, and codes back to BF16.
 //
-// FP32 input takes integer arithmetic on the quotient's bits. BF16 input of some size takes a table over all 65,536
-// bit patterns, built by that arithmetic at the tensor's scale and so equal to it.
+// The top bits of the quotient x / scale decide a code: a table of 8,192 codes, made by integer arithmetic. BF16 input
+// of some size takes a table over all its 65,536 patterns at the tensor's scale, made in the same way, and divides no
+// more.
 #include <vector>
 
 #include "bits.h"
@@ -15,37 +16,47 @@ constexpr int64_t CHUNK = 4096;           // elements of one piece of work
 constexpr int64_t TABLE_FROM = 1 << 17;   // elements from which a table repays its building
 
 // Nearest, ties away from zero; the size of the exponent eats mantissa bits. Finite overflow saturates at 2^15.
-static INLINE uint32_t encode_word(uint32_t word) {
-  const uint32_t magnitude = word & 0x7fffffffu;
-  const int32_t exponent = (int32_t)(magnitude >> 23) - 127;
-  const int32_t size = exponent < 0 ? -exponent : exponent;
-  // Half of the last kept place: 20 mantissa bits are dropped up to +-3, 21 up to +-7, 22 up to +-15, all 23 beyond.
-  const uint32_t half = 0x80000u + pick(size > 3, 0x80000u, 0u) + pick(size > 7, 0x100000u, 0u) +
-                        pick(size > 15, 0x200000u, 0u);
-  uint32_t rounded = (magnitude + half) & (0u - 2u * half);
-  rounded = pick(magnitude < (105u << 23), 105u << 23, rounded);  // [2^-23, 2^-22) goes to 2^-22, the smallest value
+static uint32_t encode_word(uint32_t word) {
+  const uint32_t magnitude = word & 0x7fffffffu, sign = (word >> 24) & 0x80u;
+  if (magnitude > INF_WORD) return 0x80u;
+  if (magnitude == INF_WORD) return 0x6fu | sign;
+  if (magnitude >= 0x47200000u) return 0x6eu | sign;  // 40960: halfway to where 1.5 * 2^15 would be
+  if (magnitude < (104u << 23)) return 0u;            // below 2^-23; there is no negative zero
+  const int32_t exponent = (int32_t)(magnitude >> 23) - 127, size = exponent < 0 ? -exponent : exponent;
+  const uint32_t dropped = 20u + (size > 3) + (size > 7) + (size > 15);
+  uint32_t rounded = ((magnitude + (1u << (dropped - 1))) >> dropped) << dropped;
+  if (magnitude < (105u << 23)) rounded = 105u << 23;  // [2^-23, 2^-22) goes to 2^-22, the smallest value
   const int32_t e = (int32_t)(rounded >> 23) - 127;
-  const uint32_t mantissa = (rounded >> 20) & 7u, s = (uint32_t)(e < 0 ? -e : e), negative = (uint32_t)e >> 31;
-  uint32_t code = 0x60u | negative << 4 | (s - 8u) << 1 | mantissa >> 2;
-  code = pick(s < 8, 0x40u | negative << 4 | (s - 4u) << 2 | mantissa >> 1, code);
-  code = pick(s < 4, 0x20u | negative << 4 | (s - 2u) << 3 | mantissa, code);
-  code = pick(s == 1, 0x10u | negative << 3 | mantissa, code);
-  code = pick(s == 0, 0x08u | mantissa, code);
-  code = pick(e < -15, (uint32_t)(e + 23), code);
-  code = pick(magnitude >= 0x47200000u, 0x6eu, code);  // 40960: halfway to where 1.5 * 2^15 would be
-  code = pick(magnitude == INF_WORD, 0x6fu, code);
-  code = pick(magnitude < (104u << 23), 0u, code | ((word >> 24) & 0x80u));
-  return pick(magnitude > INF_WORD, 0x80u, code);
+  const uint32_t mantissa = (rounded >> 20) & 7u, s = (uint32_t)(e < 0 ? -e : e), negative = e < 0 ? 1u : 0u;
+  if (e < -15) return (uint32_t)(e + 23) | sign;
+  if (s == 0) return 0x08u | mantissa | sign;
+  if (s == 1) return 0x10u | negative << 3 | mantissa | sign;
+  if (s < 4) return 0x20u | negative << 4 | (s - 2u) << 3 | mantissa | sign;
+  if (s < 8) return 0x40u | negative << 4 | (s - 4u) << 2 | mantissa >> 1 | sign;
+  return 0x60u | negative << 4 | (s - 8u) << 1 | mantissa >> 2 | sign;
+}
+
+// Rounding ties away from zero looks at one bit below the last mantissa bit: sign, exponent and four mantissa bits of
+// a word decide its code. (A quotient that is NaN is a quiet one, whose first mantissa bit is set.)
+static const uint8_t* codes_by_top_bits() {
+  static const std::vector<uint8_t> table = [] {
+    std::vector<uint8_t> codes(8192);
+    for (uint32_t top = 0; top < 8192; top++) codes[top] = (uint8_t)encode_word(top << 19);
+    return codes;
+  }();
+  return table.data();
+}
+
+SCALAR static void codes_of(const uint16_t* __restrict index, int64_t n, const uint8_t* __restrict table,
+                            uint8_t* __restrict codes) {
+  for (int64_t j = 0; j < n; j++) codes[j] = table[index[j]];
 }
 
 template <class T>
 static INLINE void encode_chunk(const T* __restrict x, int64_t n, float scale, uint8_t* __restrict codes) {
-  for (int64_t j = 0; j < n; j++) codes[j] = (uint8_t)encode_word(word_of(float_of(word_of_element(x[j])) / scale));
-}
-
-SCALAR static void codes_of(const bf16* __restrict x, int64_t n, const uint8_t* __restrict patterns,
-                            uint8_t* __restrict codes) {
-  for (int64_t j = 0; j < n; j++) codes[j] = patterns[x[j]];
+  uint16_t top[CHUNK];
+  for (int64_t j = 0; j < n; j++) top[j] = (uint16_t)(word_of(float_of(word_of_element(x[j])) / scale) >> 19);
+  codes_of(top, n, codes_by_top_bits(), codes);
 }
 
 // table[codes[j]]. The 256 BF16 values fill eight registers of AVX512, which look up 64 of them at once.
@@ -80,7 +91,7 @@ static void encode_tensor(const T* x, int64_t n, float scale, uint8_t* codes, bf
   if (sizeof(T) == sizeof(bf16) && n >= TABLE_FROM) {
     patterns.resize(65536);
     for (uint32_t bits = 0; bits < 65536; bits++)
-      patterns[bits] = (uint8_t)encode_word(word_of(float_of(bits << 16) / scale));
+      patterns[bits] = codes_by_top_bits()[word_of(float_of(bits << 16) / scale) >> 19];
   }
   const uint8_t* lookup = patterns.empty() ? nullptr : patterns.data();
 #pragma omp parallel for schedule(static) num_threads(threads) if (n > 32768)

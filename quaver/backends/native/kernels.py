@@ -10,7 +10,6 @@ import ctypes
 from enum import Enum, auto
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -72,27 +71,15 @@ def _load() -> tuple[ctypes.CDLL | None, KernelStatus]:
     if library is None:
         return None, status
     try:
-        loaded = _opened(library)
-    except (OSError, AttributeError):  # damaged in the cache: made once more
-        library.unlink(missing_ok=True)
-        library, status = build()
-        if library is None:
-            return None, status
-        try:
-            loaded = _opened(library)
-        except (OSError, AttributeError) as error:
-            return None, failed(status.compiler, f"{library} cannot be loaded: {error}")
+        loaded = ctypes.CDLL(str(library))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes = arguments
+            function.restype = _C if name in _INT_RESULT else None
+    except (OSError, AttributeError) as error:
+        return None, failed(status.compiler, f"{library} cannot be loaded: {error}")
     keep_freed_pages()
     return loaded, status
-
-
-def _opened(library: Path) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(library))
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes = arguments
-        function.restype = _C if name in _INT_RESULT else None
-    return loaded
 
 
 def status() -> KernelStatus:

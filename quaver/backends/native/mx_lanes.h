@@ -172,7 +172,8 @@ static INLINE uint32_t encode(const Rounded& rounded, const T* exact, const Scal
     rounded.write(scale, codes, values);
     return 0;
   }
-  return encode_exact(exact, scale, codes, values);
+  const Scale copy = scale;  // so that the scale itself, whose address is not taken, stays in registers
+  return encode_exact(exact, copy, codes, values);
 }
 
 // Fewer than 32 lanes, through a zero-padded copy.
