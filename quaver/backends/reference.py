@@ -346,6 +346,12 @@ def multiply(
     if torch.is_autocast_enabled(a.device.type):
         with torch.autocast(a.device.type, enabled=False):  # autocast would round FP32 factors to BF16
             return multiply(a, b, alpha, output_dtype, out)
+    if a.device.type == "cuda" and (cuda := torch.backends.cuda.matmul).allow_bf16_reduced_precision_reduction:
+        cuda.allow_bf16_reduced_precision_reduction = False  # torch's default adds partial sums in BF16
+        try:
+            return multiply(a, b, alpha, output_dtype, out)
+        finally:
+            cuda.allow_bf16_reduced_precision_reduction = True
     if a.dtype is torch.bfloat16 and alpha is not None:
         if isinstance(alpha, float):
             # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no copy

@@ -29,21 +29,21 @@ def drawn(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 @contextmanager
 def quantise_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping[str, Contestant]]:
-    """BF16 activations [tokens, K] to codes and scales; a copy of them. All of them make new tensors."""
-    x_TK = drawn(sizes.tokens, sizes.linear[0]).bfloat16()
+    """BF16 [tokens, N], a gradient of the layer's output, to codes and scales; a copy. All make new tensors."""
+    x_TN = drawn(sizes.tokens, sizes.linear[1]).bfloat16()
 
     def one_axis(quantizer: Quantizer, orientation: Orientation) -> None:
-        quantizer.quantize(x_TK, orientation=orientation)
+        quantizer.quantize(x_TN, orientation=orientation)
 
     def both_axes(quantizer: Quantizer) -> None:
-        quantizer.quantize_dual(x_TK)
+        quantizer.quantize_dual(x_TN)
 
     def copy() -> None:
-        x_TK.clone()
+        x_TN.clone()
 
     contestants: dict[str, Contestant] = {"copy": copy}
     for fmt in ("mxfp8", "hif8"):
-        quantizer = policy(fmt).recipe.quantizer(QuantizationRole.INPUT_FWD)
+        quantizer = policy(fmt).recipe.quantizer(QuantizationRole.INPUT_BWD)  # a role that keeps codes both ways
         contestants[f"{fmt} row"] = partial(one_axis, quantizer, "row")
         contestants[f"{fmt} col"] = partial(one_axis, quantizer, "col")
         contestants[f"{fmt} both"] = partial(both_axes, quantizer)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidatorFunctionWrapHandler, model_validator
 
 from quaver.config.base import Many, Section, Text, supported
-from quaver.config.names import LEGAL_PAIRS, MODULE_TYPES, REPLACEMENTS, canonical, spellings
+from quaver.config.names import LEGAL_PAIRS, MODULE_TYPES, RECIPE_IDS, REPLACEMENTS, canonical, spellings
 from quaver.config.problems import did_you_mean, problem
 from quaver.errors import ConfigError
 
@@ -109,7 +109,7 @@ def low_precision_class(formats: Sequence[FormatName]) -> type[LowPrecisionConfi
     """
     if not formats:
         return LowPrecisionConfig
-    known, recipes = {fmt for fmt, _ in LEGAL_PAIRS}, set[str]()
+    known, recipes = {fmt for fmt, _ in LEGAL_PAIRS}, set(RECIPE_IDS)
     for more in formats:
         if more.format in known or more.recipe_id in recipes:
             raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 # format, scaling: the pairs that have a recipe. Everything else fails while the config is parsed.
 LEGAL_PAIRS: tuple[tuple[str, str], ...] = (("mxfp8_e4m3", "mx_block"), ("hif8", "current"))
+RECIPE_IDS: tuple[str, ...] = ("mxfp8_e4m3/mx_block/floor@1", "mxfp8_e4m3/mx_block/rceil@1", "hif8/current@1")
 
 # canonical name -> other spellings that mean the same
 MODEL_TARGETS: dict[str, tuple[str, ...]] = {

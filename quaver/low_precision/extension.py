@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quaver.backends import Backend, Ledger, QuantizationRole, backend_for
+from quaver.backends import BUILTIN_CODECS, Backend, Ledger, QuantizationRole, backend_for
 from quaver.errors import PlanError
 from quaver.low_precision.quantized import WEIGHT_CLASSES, QuantizedWeightTensor
 from quaver.low_precision.recipe import RECIPES, LowPrecisionPolicy, RecipeSpec, policy_for
@@ -62,6 +62,20 @@ class FormatExtension:
         return FormatName(self.recipe.format, self.scaling, self.recipe.id)
 
 
+def _refuse_taken(formats: Sequence[FormatExtension]) -> None:
+    """A format that took a built-in one's name or id would change what that means, without a word."""
+    names, ids = {*BUILTIN_CODECS, *WEIGHT_CLASSES}, set(RECIPES)
+    for more in formats:
+        if more.recipe.format in names or more.recipe.id in ids:
+            raise PlanError(
+                f"the format {more.recipe.format!r} with recipe {more.recipe.id!r} is there already",
+                where="formats",
+                remedy="give it another name and another recipe id",
+            )
+        names.add(more.recipe.format)
+        ids.add(more.recipe.id)
+
+
 def build_policy(
     config: LowPrecisionConfig,
     ledger: Ledger,
@@ -78,8 +92,9 @@ def build_policy(
         check_capability: False for a plan, which computes nothing and needs no device.
 
     Raises:
-        CapabilityError: the backend cannot run the recipe here.
+        CapabilityError: the backend cannot run the recipe here. PlanError: two formats of one name or recipe id.
     """
+    _refuse_taken(formats)
     codecs = {more.recipe.format: more.codec for more in formats}
     backend: Backend = backend_for(config, ledger, codecs=codecs, check=check_capability)
     return policy_for(

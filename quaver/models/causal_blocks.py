@@ -41,7 +41,8 @@ def causal_attention(
     Returns:
         BF16 [B, H, T, V].
     """
-    output: torch.Tensor = _CausalAttention.apply(query, key, value, scaling)
+    with torch.autocast("cpu", enabled=False):  # autocast would round the FP32 scores to BF16
+        output: torch.Tensor = _CausalAttention.apply(query, key, value, scaling)
     return output
 
 

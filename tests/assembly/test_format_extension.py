@@ -93,9 +93,42 @@ def test_the_config_checks_it_as_its_own(document) -> None:
 
 
 def test_names_that_are_taken_are_refused(document) -> None:
-    for names in ([E5M2.name, E5M2.name], [dataclasses.replace(E5M2.name, format="hif8")]):
+    for names in (
+        [E5M2.name, E5M2.name],
+        [dataclasses.replace(E5M2.name, format="hif8")],
+        [dataclasses.replace(E5M2.name, recipe_id="hif8/current@1")],
+    ):
         with pytest.raises(ConfigError, match="is there already"):
             load_config(document, formats=names)
+
+
+@pytest.mark.parametrize(("fmt", "recipe"), [("hif8", "hif8/mine@1"), ("e5m2", "hif8/current@1")])
+def test_a_built_in_format_cannot_be_replaced(fmt: str, recipe: str) -> None:
+    roles = dict.fromkeys(QuantizationRole, ScalingSpec(fmt, format_max=448.0))
+    other = FormatExtension(RecipeSpec(recipe, fmt, roles), "tensor", E5M2.codec, E5M2.weight_class)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False))
+    rule = quaver.ReplacementRule("0", torch.nn.Linear, "low_precision_linear")
+    with pytest.raises(PlanError, match="is there already"):
+        quaver.quantize_modules(
+            model, quaver.LowPrecisionConfig(True, "hif8", "current"), plan=rule, formats=[other]
+        )
+
+
+def test_recipe_ids_of_the_config_are_those_of_the_recipes() -> None:
+    from quaver.config.names import RECIPE_IDS
+    from quaver.low_precision import RECIPES
+
+    assert set(RECIPE_IDS) == set(RECIPES)
+
+
+def test_nothing_that_is_not_finite_is_hidden() -> None:
+    codes, scale = E5M2.codec.quantize(
+        torch.tensor([[1.0, torch.inf, torch.nan, -torch.inf]]), e5m2_format.SPEC, "row", None, None
+    )
+    values = codes.view(torch.float8_e5m2).float() * scale
+    assert values[0, 0] == 1
+    assert torch.isinf(values[0, [1, 3]]).all()
+    assert torch.isnan(values[0, 2])
 
 
 def test_a_recipe_that_leaves_a_role_out_is_refused() -> None:

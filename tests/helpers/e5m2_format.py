@@ -19,7 +19,9 @@ class E5M2Codec:
         usable = (amax > 0) & torch.isfinite(amax)
         scale = torch.where(usable, amax / spec.format_max, torch.ones_like(amax))
         spread = scale.view(-1, 1, 1) if scale.ndim == 1 else scale  # [E]: one scale an expert
-        scaled = (tensor.float() / spread).clamp(-spec.format_max, spec.format_max)
+        scaled = tensor.float() / spread
+        finite = scaled.clamp(-spec.format_max, spec.format_max)
+        scaled = torch.where(torch.isfinite(scaled), finite, scaled)  # Inf and NaN stay what they are
         return scaled.to(torch.float8_e5m2).view(torch.uint8), scale
 
     def misfit(self, operand: QuantizedOperand, ends) -> str | None:

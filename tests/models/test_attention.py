@@ -217,3 +217,11 @@ def test_a_saved_model_names_no_attention_of_ours(tmp_path: Path) -> None:
     net = from_hf_config("deepseek_v3", config_overrides=MLA)
     net.save_pretrained(tmp_path)
     assert UNEQUAL_HEADS not in (tmp_path / "config.json").read_text()
+
+
+def test_autocast_does_not_round_the_scores() -> None:
+    inputs = qkv(torch.bfloat16, 24, 16)
+    plain = causal_attention(*inputs, 0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = causal_attention(*inputs, 0.3)
+    assert torch.equal(plain, cast)

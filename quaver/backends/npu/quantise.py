@@ -97,7 +97,7 @@ def hif8_current(tensor: torch.Tensor, spec: ScalingSpec) -> Coded:
     The operator divides by the scale it found: where that is 0 or not finite its codes are NaN or lost, so the guard
     takes the codes under scale 1 there, as the recipe says. Decided on the device, without a copy to the host.
     """
-    if tensor.dtype is not torch.bfloat16 or tensor.ndim != 2:
+    if tensor.dtype is not torch.bfloat16 or tensor.ndim != 2 or not tensor.numel():
         return hif8_given(tensor, spec, _amax(tensor))
     codes, scale = torch.ops.npu.npu_dynamic_quant(
         tensor, dst_type=HIFLOAT8, quant_mode="pertensor", dst_type_max=format_max(spec)

@@ -138,6 +138,45 @@ def test_processes_that_start_together_compile_once(fresh):
 
 
 @needs_compiler
+def test_a_damaged_library_is_made_again(fresh):
+    library = Path(native.status().library)
+    whole = library.read_bytes()
+    native.forget()
+    for damaged in (b"", whole[: len(whole) // 2]):
+        library.unlink()
+        library.write_bytes(damaged)
+        library.chmod(0o700)
+        done = subprocess.run([sys.executable, "-c", SAY], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("native ")
+        assert library.stat().st_size == len(whole)
+
+
+@needs_compiler
+def test_a_compiler_command_of_several_words(fresh, monkeypatch):
+    real = native.find_compiler()
+    monkeypatch.setenv("CXX", f"env {real}")
+    status = native.status()
+    assert status.path == "native"
+    assert status.compiler.endswith(f"/env {real}")
+
+
+def test_a_user_without_a_home_gets_the_torch_path(monkeypatch, capsys):
+    monkeypatch.delenv("QUAVER_CACHE", raising=False)
+
+    def nobody(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    native.forget()
+    try:
+        assert native.status().path == "torch"
+        assert native.trial().path == "torch"
+        assert "home directory" in capsys.readouterr().err
+    finally:
+        native.forget()
+
+
+@needs_compiler
 def test_a_trial_leaves_nothing_behind(fresh, monkeypatch):
     found = native.trial()
     assert (found.path, found.library) == ("native", None)

@@ -139,3 +139,27 @@ def test_any_number_of_threads(compiled, threads):
         assert_equal(KINDS["ordinary"]((300, 700), 9), "floor")
     finally:
         torch.set_num_threads(before)
+
+
+def test_strided_ends_and_indices_are_followed_by_value(compiled):
+    """A kernel is handed addresses: what lies between the elements of a view must not be read as an end."""
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    ends = torch.tensor([[33, 7], [96, 9]])[:, 0]
+    codes, scales = mxfp8.quantize_groups(x, ends.contiguous())
+    _, col = kernels.quantize(x, rceil=False, col=Want.CODES, ends=ends)
+    assert torch.equal(col.codes, codes)
+    assert torch.equal(col.scales, scales)
+    assert torch.equal(
+        kernels.decode_columns(codes, scales, ends), mxfp8.dequantize_groups(codes, scales, ends, torch.bfloat16)
+    )
+    index = torch.tensor([[5, 90], [2, 91]])[:, 0]
+    row, _ = kernels.quantize(x, rceil=False, row=Want.CODES, index=index)
+    assert torch.equal(row.codes, mxfp8.quantize(x[[5, 2]])[0])
+
+
+def test_results_lie_on_the_cpu_whatever_the_default_device(compiled):
+    x = torch.randn(4, 64)
+    with torch.device("meta"):
+        row, col = kernels.quantize(x, rceil=False, row=Want.BOTH, col=Want.BOTH)
+        found = kernels.amax(x)
+    assert {t.device.type for t in (*row, *col, found) if t is not None} == {"cpu"}

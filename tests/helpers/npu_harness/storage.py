@@ -27,7 +27,9 @@ def pairs(scale: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def singles(packed: torch.Tensor, axis: int, blocks: int) -> torch.Tensor:
-    """The way back; `axis` is the negative axis of the result."""
+    """The way back; `axis` is the negative axis of the result. What no block fills must be scale 0."""
+    spare = packed.select(axis - 1, -1).select(-1, 1) if blocks % 2 else packed[:0]
+    want(not bool(spare.any()), "a scale that belongs to no block is not 0")
     parts = [packed.select(-1, block % 2).select(axis, block // 2) for block in range(blocks)]
     return torch.stack(parts, axis)
 
@@ -50,7 +52,11 @@ def group_pairs(scale: torch.Tensor, ends: list[int]) -> torch.Tensor:
 
 
 def group_singles(packed: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """The way back."""
+    """The way back. What no block fills must be scale 0."""
+    spare = packed.clone()
+    for row, side in group_places(ends):
+        spare[row, :, side] = 0
+    want(not bool(spare.any()), "a scale that belongs to no block of its group is not 0")
     rows = [packed[row, :, side] for row, side in group_places(ends)]
     return torch.stack(rows) if rows else packed.new_zeros((0, packed.shape[1]))
 
