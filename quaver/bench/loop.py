@@ -1,7 +1,9 @@
 """What surrounds a step: the trainer's loop over the bare step, the loader, and an asynchronous save.
 
-The trainer is the real one, in a real run folder; between two of its steps the bare step of a second, equal model
-takes its turn, and so does a loader of its own. May import: training, checkpoint, data, steps.
+The trainer is the real one, in a real run folder. Between two of its steps its own model takes the step bare, with a
+batch that was there before (two models, equal but for where their memory lies, differ by more than a loop costs), and
+a loader of its own reads one. The run is BF16: the ledger of a low-precision run would count the bare steps as well.
+May import: training, checkpoint, data, steps.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def write_corpus(folder: Path, sizes: Sizes) -> Path:
     return corpus
 
 
-def run_in(folder: Path, sizes: Sizes, steps: int) -> RunConfig:
+def run_in(folder: Path, sizes: Sizes, steps: int, *, fmt: str = "mxfp8") -> RunConfig:
     """A whole run of the timed model in a folder of its own, which validates once at its end."""
     data = {
         "sources": [{"path": str(write_corpus(folder, sizes))}],
@@ -47,7 +49,7 @@ def run_in(folder: Path, sizes: Sizes, steps: int) -> RunConfig:
         "validation_fraction": 0.2,
     }
     training = {"steps": steps, "validate_every": 0, "validation_batches": 1, "sample_tokens": 0}
-    return run_config("mxfp8", sizes, data=data, training=training)
+    return run_config(fmt, sizes, data=data, training=training)
 
 
 class BetweenSteps(Silent):
@@ -80,15 +82,19 @@ def trainer_rounds(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quaver-bench-")))
         stack.enter_context(world())
-        config = run_in(folder, sizes, WARM + pairs)
-        loader, batch, bare = make_loader(config), one_batch(sizes), built("mxfp8", sizes)
-        stack.callback(bare.router_bias.close)
+        config = run_in(folder, sizes, WARM + pairs, fmt="bf16")
+        loader = make_loader(config)
+        batches = iter([loader.next() for _ in range(WARM + pairs)])
 
         def load() -> None:
             loader.next()
 
-        observer = BetweenSteps({"bare": lambda: our_step(bare, batch), "loader": load}, on_round)
-        Trainer(config, observer).run(folder / "run")
+        def bare() -> None:
+            our_step(trainer.assembly, next(batches))
+
+        observer = BetweenSteps({"bare": bare, "loader": load}, on_round)
+        trainer = Trainer(config, observer)
+        trainer.run(folder / "run")
         return observer.rounds
 
 
@@ -155,7 +161,7 @@ def saving_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping
 
 def trainer_group() -> Group:
     """The loop's and the loader's share of a step."""
-    trainer = "Trainer's loop (loader, metrics, ledger, stop check) over the bare step, MXFP8"
+    trainer = "Trainer's loop (loader, metrics, stop check) over the bare step of the same BF16 model"
     loader = "Loader's next micro-batch over the step that it is for: its share of the critical path"
     return Group(
         "trainer",
