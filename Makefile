@@ -21,7 +21,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup demo test test-matrix test-faults lint accuracy tiny-seeds bench speed-page
+.PHONY: help setup demo test test-matrix test-faults test-paths lint accuracy tiny-seeds bench speed-page
 
 help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -58,6 +58,15 @@ test-matrix: setup ## every combination of the tests on several ranks: formats, 
 
 test-faults: setup ## kill a run at 30 random moments and go on each time, under 25 minutes on two cores
 	@QUAVER_FAULTS=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -s tests/faults
+
+PATHS := tests/formats tests/backends tests/low_precision tests/distributed tests/models tests/training tests/ranks/test_two_ranks.py
+
+test-paths: setup ## the equalities once more without the C++ kernels, and with AVX512 masked off
+	@echo "test-paths: pure torch (QUAVER_KERNELS=off)"
+	@QUAVER_KERNELS=off OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) $(PATHS)
+	@echo "test-paths: kernels, torch and oneDNN held to AVX2"
+	@QUAVER_KERNEL_MARCH=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 \
+	  OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) $(PATHS)
 
 lint: setup ## style, types and the import contract
 	@echo "lint: ruff"
