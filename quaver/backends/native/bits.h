@@ -8,6 +8,11 @@
 #include <cstdint>
 #include <cstring>
 
+// Registers of 512 bits with operations on bytes and words, and their 256-bit forms.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define QUAVER_AVX512
+#endif
+
 #define QUAVER_API extern "C" __attribute__((visibility("default")))
 // Table lookups are faster one by one than gathered into vectors.
 #if defined(__GNUC__) && !defined(__clang__)

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bits.h"
-#ifdef __AVX512BW__
+#ifdef QUAVER_AVX512
 #include <immintrin.h>
 #endif
 
@@ -60,7 +60,7 @@ static INLINE void encode_chunk(const T* __restrict x, int64_t n, float scale, u
 }
 
 // table[codes[j]]. The 256 BF16 values fill eight registers of AVX512, which look up 64 of them at once.
-#ifdef __AVX512BW__
+#ifdef QUAVER_AVX512
 static void values_of(const uint8_t* __restrict codes, int64_t n, const bf16* __restrict table,
                       bf16* __restrict values) {
   __m512i part[8];

@@ -36,7 +36,7 @@ struct RowScale {
   INLINE uint16_t below(int) const { return below_normal(byte); }
   INLINE uint16_t largest(int) const { return largest_value(byte); }
   INLINE uint16_t offset(int) const { return code_offset(byte); }
-#ifdef __AVX512BW__
+#ifdef QUAVER_AVX512
   INLINE __m512i exponent() const { return _mm512_slli_epi16(_mm512_set1_epi16((short)byte), 7); }
   INLINE __m512i below() const { return _mm512_sub_epi16(exponent(), _mm512_set1_epi16((6 << 7) + 1)); }
   INLINE __m512i largest() const { return _mm512_add_epi16(exponent(), _mm512_set1_epi16((8 << 7) | 0x60)); }
@@ -55,7 +55,7 @@ struct ColumnScale {
   INLINE uint16_t below(int j) const { return below_[j]; }
   INLINE uint16_t largest(int j) const { return largest_[j]; }
   INLINE uint16_t offset(int j) const { return offset_[j]; }
-#ifdef __AVX512BW__
+#ifdef QUAVER_AVX512
   INLINE __m512i below() const { return _mm512_loadu_si512(below_); }
   INLINE __m512i largest() const { return _mm512_loadu_si512(largest_); }
   INLINE __m512i offset() const { return _mm512_loadu_si512(offset_); }
@@ -64,7 +64,7 @@ struct ColumnScale {
 
 // 32 BF16 patterns, rounded to three mantissa bits, nearest even, whatever their exponents: what the row and the
 // column of an element share. `all_normal`: no nonzero element is below E4M3's normal range at this scale.
-#ifdef __AVX512BW__
+#ifdef QUAVER_AVX512
 struct Rounded {
   __m512i x, magnitude, kept;
 
@@ -194,7 +194,7 @@ static INLINE uint16_t largest_of(const bf16* __restrict x, int n) {
 #ifdef __SSE4_1__
   if (__builtin_expect(n == BLOCK, 1)) {
     const __m128i mask = _mm_set1_epi16(0x7fff);
-#ifdef __AVX512BW__
+#ifdef QUAVER_AVX512
     const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
     const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(magnitude), _mm512_extracti64x4_epi64(magnitude, 1));
     const __m128i most = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
