@@ -9,16 +9,6 @@ pytestmark = pytest.mark.slow
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"  # [64, 64]: a rank holds 32 rows, 2048 elements
 
 
-@pytest.fixture(scope="module")
-def case(corpus, tmp_path_factory):
-    cache = str(tmp_path_factory.getbasetemp() / "ranks-cache")
-
-    def make(**rest) -> dict:
-        return {"corpus": str(corpus), "cache": cache, **rest}
-
-    return make
-
-
 def surplus(found: list, computed: list) -> list:
     """Events that one list has and the other has not, with how many times."""
     counts = Counter(map(str, found))

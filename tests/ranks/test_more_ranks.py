@@ -16,16 +16,6 @@ from torch.distributed.checkpoint import FileSystemReader
 MATRIX = pytest.mark.skipif(not os.environ.get("QUAVER_MATRIX"), reason="part of `make test-matrix`")
 
 
-@pytest.fixture
-def case(corpus, tmp_path_factory):
-    cache = str(tmp_path_factory.getbasetemp() / "ranks-cache")
-
-    def make(**rest) -> dict:
-        return {"corpus": str(corpus), "cache": cache, **rest}
-
-    return make
-
-
 def nrmse(a: dict, b: dict) -> float:
     """Root of the squared differences over the root of the squares, all masters together."""
     assert a.keys() == b.keys()

@@ -10,16 +10,6 @@ from helpers.real_widths import CONFIGS, REDUCED
 MATRIX = pytest.mark.skipif(not os.environ.get("QUAVER_MATRIX"), reason="part of `make test-matrix`")
 
 
-@pytest.fixture
-def case(corpus, tmp_path_factory):
-    cache = str(tmp_path_factory.getbasetemp() / "ranks-cache")
-
-    def make(**rest) -> dict:
-        return {"corpus": str(corpus), "cache": cache, **rest}
-
-    return make
-
-
 @MATRIX
 @pytest.mark.parametrize("fmt", ["mxfp8", "hif8"])
 def test_two_real_blocks_on_two_ranks_equal_one_process(fmt: str, corpus, tmp_path) -> None:
