@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quaver.assembly import Assembly, assemble
+from quaver.backends.native import keep_freed_pages
 from quaver.config import Override, RunConfig, load_config
 from quaver.data import Loader, PreparedData, prepare_data, validation_batches
 from quaver.distributed import (
@@ -235,6 +236,7 @@ class Trainer:
         )
 
     def _build(self, config: RunConfig) -> None:
+        keep_freed_pages()
         # same bits on each run of one machine; uninitialised memory is never read, so it is not filled
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

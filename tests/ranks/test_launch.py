@@ -56,6 +56,8 @@ class Started:
                 stderr=err,
                 env={**environment, "OMP_NUM_THREADS": "1", "TORCHAO_SKIP_LOADING_SO_FILES": "1"},
                 start_new_session=True,
+                # a job in the background, as a CI may be, hands on to its children that Ctrl-C is ignored
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def ranks(self) -> dict[int, int]:
