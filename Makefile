@@ -76,7 +76,7 @@ lint: setup ## style, types and the import contract
 	@echo "lint: import contract"
 	@$(BIN)/lint-imports
 
-accuracy: setup ## continue one BF16 run in each format and compare the losses, about 50 minutes on two cores
+accuracy: setup ## continue one BF16 run in each format and compare the losses, about 20 minutes on two cores
 	@$(BIN)/python benchmarks/accuracy.py
 
 tiny-seeds: setup ## train configs/tiny from scratch over three seeds, about 40 minutes on two cores

@@ -1,6 +1,6 @@
 """The sharp test of a format: continue one BF16 run in BF16, MXFP8 and HiF8, and compare the losses.
 
-    python benchmarks/accuracy.py --out runs/accuracy            (about 50 minutes on 2 cores)
+    python benchmarks/accuracy.py --out runs/accuracy            (about 20 minutes on 2 cores)
 
 For each of three seeds configs/tiny/continue-base.yaml trains 300 steps in BF16 and saves; from that state each format
 goes on for 150 steps over the same batches while the rate falls to 0. The first validation (before any step) shows
