@@ -252,7 +252,12 @@ def test_ctrl_c_before_the_run_leaves_nothing(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(trainer, "prepare_data", interrupt)
-    ended = quaver("train", tiny())
+    # a job in the background, as a CI may be, hands on to its children that Ctrl-C is ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ended = quaver("train", tiny())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (ended.code, ended.out, ended.err) == (130, "", "stopped\n")
     assert list(home.iterdir()) == []
 
