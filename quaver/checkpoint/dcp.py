@@ -11,8 +11,9 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +24,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quaver.checkpoint.background import give_way
 from quaver.checkpoint.files import cannot_start, not_written, reason_of, write_durably
 from quaver.checkpoint.index import DTYPES, INDEX, Index, Piece, index_of
 from quaver.checkpoint.ranks import Ranks
-from quaver.checkpoint.views import View
+from quaver.checkpoint.views import Tree, View, copied
 from quaver.errors import CheckpointError
 
 # saving ----------------------------------------------------------------------------------------------------
@@ -46,18 +46,33 @@ class Writer(FileSystemWriter):
     def __init__(self, folder: Path, *, background: bool = False) -> None:
         super().__init__(folder)
         self.background = background
+        self.not_copied: Exception | None = None
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy that an asynchronous save writes: in one pass where torch's own takes three."""
-        leaves = [leaf for leaf in tree_leaves(state_dict) if isinstance(leaf, torch.Tensor)]
-        if any(leaf.device.type != "cpu" for leaf in leaves):
-            return super().stage(state_dict)
-        return cast("dict[str, Any]", tree_map_only(torch.Tensor, torch.clone, state_dict))
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """The copy of a `live_tree` that an asynchronous save writes: on a CPU made beside the training too."""
+        on_device = any(tensor.device.type != "cpu" for view in state_dict.values() for tensor in view.values())
+        if on_device:  # the copy would need a stream that waits for the training's
+            return super().stage(copied(state_dict))
+        copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy", initializer=give_way)
+        try:
+            return copying.submit(self._copy, state_dict)
+        finally:
+            copying.shutdown(wait=False)
+
+    def _copy(self, live: Tree) -> Tree:
+        try:
+            return copied(live)
+        except Exception as error:
+            # raised where torch tells all ranks of it: before that the others would wait for this one
+            self.not_copied = error
+            return live
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Writes this rank's file; OSError where the system refuses, which torch hides behind its zip writer's."""
         if self.background:
             give_way()
+        if self.not_copied is not None:
+            raise self.not_copied
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -80,40 +95,57 @@ def _refusal(error: BaseException) -> OSError | None:
     return before
 
 
-def write_tensors(tree: dict[str, View], folder: Path, ranks: Ranks) -> None:
+def write_tensors(tree: Tree, folder: Path, ranks: Ranks) -> None:
     """Writes all tensors into an empty folder; all ranks together.
 
     Raises:
         CheckpointError: on all ranks, if any could not write.
     """
-    with _dcp_errors(lambda cause: not_written(folder, cause)), _quiet(ranks):
+    _quiet(ranks)
+    with _dcp_errors(lambda cause: not_written(folder, cause)):
         torch_dcp.save(
             tree, storage_writer=Writer(folder), process_group=ranks.group, no_dist=not ranks.initialised
         )
 
 
-def start_writing(tree: dict[str, View], folder: Path, ranks: Ranks) -> Future[Any]:
-    """Copies all tensors, then writes them in a thread of its own; wait with `finish_writing`.
+@dataclass(frozen=True)
+class Writing:
+    """A save beside the training.
+
+    Args:
+        copied: done when the training may change the tensors.
+        written: done when everything is in its files; wait with `finish_writing`.
+    """
+
+    copied: Future[Any]
+    written: Future[Any]
+
+
+def start_writing(live: Tree, folder: Path, ranks: Ranks) -> Writing:
+    """Copies all tensors of a `live_tree` and writes them, in threads of its own.
 
     Args:
         ranks: of a group that nothing else uses meanwhile, since the thread runs collectives on it.
     """
-    with _dcp_errors(lambda cause: not_written(folder, cause)), _quiet(ranks):
-        return cast(
-            "Future[Any]",
-            torch_dcp.async_save(
-                tree,
-                storage_writer=Writer(folder, background=True),
-                process_group=ranks.group,
-                no_dist=not ranks.initialised,
-            ),
+    _quiet(ranks)
+    with _dcp_errors(lambda cause: not_written(folder, cause)):
+        started = torch_dcp.async_save(
+            live,
+            storage_writer=Writer(folder, background=True),
+            process_group=ranks.group,
+            no_dist=not ranks.initialised,
         )
+    if isinstance(started, Future):  # the copy is made
+        at_once: Future[None] = Future()
+        at_once.set_result(None)
+        return Writing(at_once, started)
+    return Writing(started.staging_completion, started.upload_completion)
 
 
-def finish_writing(future: Future[Any], folder: Path) -> None:
+def finish_writing(writing: Writing, folder: Path) -> None:
     """Waits for `start_writing`; raises as `write_tensors` does."""
     with _dcp_errors(lambda cause: not_written(folder, cause)):
-        future.result()
+        writing.written.result()
 
 
 # loading ---------------------------------------------------------------------------------------------------
@@ -163,13 +195,14 @@ class Reader(FileSystemReader):
         planner.commit_tensor(item, target)
 
 
-def read_tensors(tree: dict[str, View], folder: Path, index: Index, ranks: Ranks) -> None:
+def read_tensors(tree: Tree, folder: Path, index: Index, ranks: Ranks) -> None:
     """Reads the rows that this rank holds of every tensor of the tree into its storage; all ranks together.
 
     Raises:
         CheckpointError: exit code 2, on all ranks, if any could not read.
     """
-    with _dcp_errors(lambda cause: _not_read(folder, cause)), _quiet(ranks):
+    _quiet(ranks)
+    with _dcp_errors(lambda cause: _not_read(folder, cause)):
         torch_dcp.load(
             cast("dict[str, Any]", tree),
             storage_reader=Reader(folder, index),
@@ -201,12 +234,7 @@ def _dcp_errors(named: Callable[[BaseException], CheckpointError]) -> Iterator[N
         raise named(error) from error
 
 
-@contextmanager
-def _quiet(ranks: Ranks) -> Iterator[None]:
+def _quiet(ranks: Ranks) -> None:
     """Without torch.distributed torch warns that it assumes one process, which is what is meant."""
-    if ranks.initialised:
-        yield
-        return
-    with warnings.catch_warnings():
+    if not ranks.initialised:  # for good: the warning may come later, from the thread of an asynchronous save
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,16 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from quaver.checkpoint.background import give_way
-from quaver.checkpoint.dcp import finish_writing, start_writing, write_tensors
+from quaver.checkpoint.dcp import Writing, finish_writing, start_writing, write_tensors
 from quaver.checkpoint.files import not_written, write_durably
 from quaver.checkpoint.find import Found, find_latest, step_name
 from quaver.checkpoint.manifest import FileEntry, Manifest, describe_files
 from quaver.checkpoint.publish import Phase, SaveSteps
 from quaver.checkpoint.ranks import Ranks
 from quaver.checkpoint.state import STATE, RankRecord, RunRecord, TrainState, rank_file
-from quaver.checkpoint.views import MODEL, OPTIM, model_view, optimizer_view, settle
+from quaver.checkpoint.views import MODEL, OPTIM, live_tree, model_view, optimizer_view, settle
 
 
 class CheckpointManager:
@@ -69,12 +71,16 @@ class CheckpointManager:
         )
         self._pending: Future[Path] | None = None
         self._saved: Path | None = None
+        self._holding: RemovableHandle | None = None  # the hook that makes the optimiser wait for a copy
         self._ranks.first_does(self._steps.clean)
 
     # saving ------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: TrainState) -> Path:
         """Saves the run as it is after `step` steps; returns where the checkpoint is, or will be.
+
+        With `asynchronous` the tensors are copied while the next step computes its gradients; the next step of
+        `state.optimizer` waits for the copy. Whoever changes masters or moments in another way calls `wait` before.
 
         Saving a step again that this manager has just saved does nothing.
 
@@ -88,15 +94,16 @@ class CheckpointManager:
             return final
         run, rank = RunRecord.of(state, step, self._ranks.size), RankRecord.of(state)
         settle(state.model)
-        tree = {MODEL: model_view(state.model), OPTIM: optimizer_view(state.model, state.optimizer)}
         partial = self._ranks.first_does(lambda: self._steps.start(step))
         with self._dropped_on_failure(partial):
             self._ranks.all_do(lambda: self._write_records(partial, run, rank))
             if self._executor is None:
+                tree = {MODEL: model_view(state.model), OPTIM: optimizer_view(state.model, state.optimizer)}
                 write_tensors(tree, partial, self._ranks)
                 self._saved = self._finish(partial, run)
             else:
-                writing = start_writing(tree, partial, self._ranks)
+                writing = start_writing(live_tree(state.model, state.optimizer), partial, self._ranks)
+                self._hold_updates(state.optimizer, writing)
                 self._pending = self._executor.submit(self._finish_later, writing, partial, run)
         return final
 
@@ -119,7 +126,10 @@ class CheckpointManager:
         """Waits for a save in flight; raises its error."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._saved = pending.result()
+            try:
+                self._saved = pending.result()
+            finally:
+                self._let_updates()
 
     def close(self) -> None:
         """Waits for a save in flight, raises its error, and lets go of threads and process groups."""
@@ -167,7 +177,7 @@ class CheckpointManager:
         except OSError as error:
             raise not_written(partial, error) from error
 
-    def _finish_later(self, writing: Future[Any], partial: Path, run: RunRecord) -> Path:
+    def _finish_later(self, writing: Writing, partial: Path, run: RunRecord) -> Path:
         with self._dropped_on_failure(partial):
             finish_writing(writing, partial)
             return self._finish(partial, run)
@@ -180,6 +190,16 @@ class CheckpointManager:
         manifest = Manifest(step=run.step, world_size=run.world_size, recipe=run.recipe, files=files)
         return self._ranks.first_does(lambda: self._steps.publish(partial, manifest))
 
+    def _hold_updates(self, optimizer: torch.optim.Optimizer, writing: Writing) -> None:
+        """The optimiser's next step waits until its tensors are copied; an error of the copy is the save's."""
+        self._let_updates()
+        self._holding = optimizer.register_step_pre_hook(lambda *_: _until_done(writing.copied))
+
+    def _let_updates(self) -> None:
+        if self._holding is not None:
+            self._holding.remove()
+            self._holding = None
+
     @contextmanager
     def _dropped_on_failure(self, partial: Path) -> Iterator[None]:
         """A save that failed goes, which also makes room; one that was killed goes at the next start."""
@@ -189,6 +209,10 @@ class CheckpointManager:
             if self._ranks.first:
                 self._steps.drop(partial)
             raise
+
+
+def _until_done(future: Future[Any]) -> None:
+    wait_for([future])
 
 
 def _ignore(*_: Any) -> None:

@@ -20,6 +20,7 @@ from quaver.low_precision import MasterWeight
 MODEL, OPTIM = "model", "optim"  # the two parts of a checkpoint: keys are "model.<fqn>", "optim.<fqn>.<what>"
 MASTER, STEP, MOMENTS = "master", "step", ("exp_avg", "exp_avg_sq")
 View = dict[str, torch.Tensor]
+Tree = dict[str, View]
 States = dict[torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -41,6 +42,31 @@ def model_view(model: nn.Module) -> View:
     """
     view = {fqn: like_sharded(p, master_of(fqn, p).to(torch.bfloat16)) for fqn, p in model.named_parameters()}
     return view | buffer_view(model)
+
+
+def live_tree(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tree:
+    """Both parts of a checkpoint over the run's own storage, for `copied`: masters stand where BF16 weights will be.
+
+    Buffers are copied at once: they are small, and more than the optimiser's step changes them.
+    """
+    masters = {fqn: like_sharded(p, master_of(fqn, p).detach()) for fqn, p in model.named_parameters()}
+    buffers = {fqn: buffer.clone() for fqn, buffer in buffer_view(model).items()}
+    return {MODEL: masters | buffers, OPTIM: optimizer_view(model, optimizer)}
+
+
+def copied(live: Tree) -> Tree:
+    """A `live_tree` in storage of its own, as `model_view` and `optimizer_view` give it.
+
+    Reads the tree alone and not the model, whose parameters stand for gathered ones during a forward.
+    """
+    optim = {key: like_sharded(value, local_tensor(value).clone()) for key, value in live[OPTIM].items()}
+    weights = {
+        fqn: like_sharded(value, local_tensor(value).to(torch.bfloat16))
+        if f"{fqn}.{MASTER}" in optim
+        else value
+        for fqn, value in live[MODEL].items()
+    }
+    return {MODEL: weights, OPTIM: optim}
 
 
 def buffer_view(model: nn.Module) -> View:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from small_runs import differing, small_run, tensors, train_steps
 
-from quaver.checkpoint import CheckpointManager, dcp, load
+from quaver.checkpoint import CheckpointManager, dcp, load, model_view, optimizer_view
 from quaver.checkpoint.background import STEPS_BACK, give_way
+from quaver.checkpoint.views import live_tree
+from quaver.errors import CheckpointError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 
@@ -86,10 +88,70 @@ def test_steps_that_follow_do_not_reach_the_save(tmp_path: Path, monkeypatch: py
     assert len(differing(wanted, tensors(state))) > 5
 
 
-def test_a_copy_of_every_tensor_is_made_once() -> None:
-    tree = {"model": {"a": torch.ones(3)}, "optim": {"b": torch.zeros(2, dtype=torch.int64), "c": 5}}
-    staged = dcp.Writer(Path("unused"), background=True).stage(tree)
-    assert staged["optim"]["c"] == 5
-    for part, name in (("model", "a"), ("optim", "b")):
-        assert torch.equal(staged[part][name], tree[part][name])
-        assert staged[part][name].data_ptr() != tree[part][name].data_ptr()
+
+
+def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is made while the next step computes; slow as it may be, no update reaches it."""
+    state = small_run()
+    train_steps(state, 2)
+    go, began, copy = threading.Event(), threading.Event(), dcp.copied
+
+    def slow(live):
+        began.set()
+        assert go.wait(60)
+        return copy(live)
+
+    monkeypatch.setattr(dcp, "copied", slow)
+    wanted = tensors(state)
+    with CheckpointManager(tmp_path, asynchronous=True) as manager, ThreadPoolExecutor(1) as pool:
+        folder = manager.save(2, state)
+        assert began.wait(60)
+        for buffer in state.model.buffers():
+            buffer.add_(1)
+        training = pool.submit(train_steps, state, 3)
+        with pytest.raises(TimeoutError):
+            training.result(0.5)
+        now = tensors(state)
+        assert all(torch.equal(now[name], wanted[name]) for name in wanted if name.startswith("optim."))
+        go.set()
+        training.result(60)
+        manager.wait()
+    other = small_run(seed=9)
+    load(folder, other)
+    assert differing(wanted, tensors(other)) == []
+    assert len(differing(wanted, tensors(state))) > 5
+
+
+def test_a_copy_that_fails_fails_the_save_and_not_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = small_run()
+
+    def full(live):
+        raise MemoryError("no room for a copy")
+
+    with CheckpointManager(tmp_path, asynchronous=True) as manager:
+        monkeypatch.setattr(dcp, "copied", full)
+        manager.save(1, state)
+        train_steps(state, 1)
+        with pytest.raises(CheckpointError, match="no room for a copy"):
+            manager.wait()
+        assert list(tmp_path.glob("step-*")) == []
+        monkeypatch.undo()
+        manager.save(2, state)
+        manager.wait()
+    assert (tmp_path / "step-00000002").is_dir()
+
+
+def test_what_is_copied_is_what_a_save_at_once_writes() -> None:
+    state = small_run()
+    train_steps(state, 1)
+    live = live_tree(state.model, state.optimizer)
+    copy = dcp.copied(live)
+    wanted = {"model": model_view(state.model), "optim": optimizer_view(state.model, state.optimizer)}
+    for part, view in wanted.items():
+        assert copy[part].keys() == view.keys()
+        for name, tensor in view.items():
+            assert copy[part][name].dtype == tensor.dtype
+            assert torch.equal(copy[part][name], tensor)
+            assert copy[part][name].data_ptr() != live[part][name].data_ptr() or part == "model"
