@@ -82,10 +82,12 @@ accuracy: setup ## continue one BF16 run in each format and compare the losses, 
 tiny-seeds: setup ## train configs/tiny from scratch over three seeds, about 40 minutes on two cores
 	@$(BIN)/python benchmarks/tiny_seeds.py
 
-bench: setup ## measure the speed table, about ten minutes on two cores; leave the machine alone meanwhile
+bench: setup ## measure the speed table, about eight minutes; leave the machine alone meanwhile
 	@$(BIN)/quaver bench
 
-speed-page: setup ## measure the speed table and write docs/speed.md from it
+speed-page: setup ## measure the speed table for one thread and for two, and write docs/speed.md from it
 	@mkdir -p build
-	@$(BIN)/quaver bench --json > build/speed.json
-	@$(BIN)/python benchmarks/speed_page.py build/speed.json
+	@for threads in 1 2; do \
+	  $(BIN)/quaver bench --json --threads $$threads > build/speed-$$threads.json; \
+	  $(BIN)/python benchmarks/speed_page.py build/speed-$$threads.json; \
+	done

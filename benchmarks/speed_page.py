@@ -1,7 +1,8 @@
-"""Puts the figures of a `quaver bench --json` into docs/speed.md, between its two marks.
+"""Puts the figures of a `quaver bench --json` into docs/speed.md, between the two marks of their number of threads.
 
-    python benchmarks/speed_page.py                  renders docs/speed.json, the figures that the page stands on
-    python benchmarks/speed_page.py results.json     takes over a new file as docs/speed.json first
+    python benchmarks/speed_page.py                  renders docs/speed*.json, the figures that the page stands on
+    python benchmarks/speed_page.py results.json     takes over a new file first: as docs/speed.json, or with more
+                                                     than one thread as docs/speed-N-threads.json
 
 A partial file (made with --only) replaces the figures that it has and is refused where the machine differs.
 """
@@ -14,9 +15,18 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-FIGURES, PAGE = DOCS / "speed.json", DOCS / "speed.md"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+PAGE = DOCS / "speed.md"
 SAME = ("cpu", "cpu_features", "threads", "torch")  # what two files must share to stand in one table
+
+
+def figures_file(threads: int) -> Path:
+    """Where the figures of so many threads are kept."""
+    return DOCS / ("speed.json" if threads == 1 else f"speed-{threads}-threads.json")
+
+
+def marks(threads: int) -> tuple[str, str]:
+    """Between which lines of the page they stand."""
+    return f"<!-- figures, threads {threads}: begin -->", f"<!-- figures, threads {threads}: end -->"
 
 
 def render(document: dict[str, Any]) -> str:
@@ -24,7 +34,7 @@ def render(document: dict[str, Any]) -> str:
     machine = document["machine"]
     kernels = machine["kernels"]
     lines = [
-        f"Measured on {machine['cpu']} with {', '.join(machine['cpu_features'])}; {machine['threads']} threads on "
+        f"Measured on {machine['cpu']} with {', '.join(machine['cpu_features'])}; threads: {machine['threads']} on "
         f"{machine['cores']} cores; torch {machine['torch']}, transformers {machine['transformers']}; kernels: "
         f"{kernels['path']} ({kernels['reason']}); load average {machine['load_average_before']} before and "
         f"{machine['load_average_after']} after.",
@@ -41,12 +51,13 @@ def render(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put_in(page: str, figures: str) -> str:
-    """The page with the figures between its marks; ValueError if it has not exactly one of each."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page needs {BEGIN} and {END} once each")
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{figures}\n{END}{rest.split(END)[1]}"
+def put_in(page: str, document: dict[str, Any]) -> str:
+    """The page with the figures between their marks; ValueError if it has not exactly one of each."""
+    begin, end = marks(document["machine"]["threads"])
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page needs {begin} and {end} once each")
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n{render(document)}\n{end}{rest.split(end)[1]}"
 
 
 def merge(held: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -69,12 +80,13 @@ def main() -> None:
     given = parser.parse_args().results
     if given is not None:
         new = json.loads(given.read_text(encoding="utf-8"))
-        held = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {"results": []}
-        document = merge(held, new) if held["results"] else new
-        FIGURES.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    document = json.loads(FIGURES.read_text(encoding="utf-8"))
-    PAGE.write_text(put_in(PAGE.read_text(encoding="utf-8"), render(document)), encoding="utf-8")
-    print(f"{PAGE}: {len(document['results'])} figures")
+        figures = figures_file(new["machine"]["threads"])
+        document = merge(json.loads(figures.read_text(encoding="utf-8")), new) if figures.exists() else new
+        figures.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for figures in sorted(DOCS.glob("speed*.json")):
+        document = json.loads(figures.read_text(encoding="utf-8"))
+        PAGE.write_text(put_in(PAGE.read_text(encoding="utf-8"), document), encoding="utf-8")
+        print(f"{PAGE}: {len(document['results'])} figures of {document['machine']['threads']} threads")
 
 
 if __name__ == "__main__":

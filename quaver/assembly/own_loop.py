@@ -4,7 +4,7 @@
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     quaver.attach(optimizer, net)
 
-May import: backends, config, distributed, low_precision, surgery, rules.
+May import: backends, config, distributed, low_precision, optim, surgery, rules.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from quaver.low_precision import (
     refresh,
     refresh_stale,
 )
+from quaver.optim import inner_optimizer
 from quaver.surgery import build_replacements, compile_plan, install
 
 __all__ = ["QuantizedModel", "attach", "quantize_modules", "refresh"]
@@ -135,7 +136,7 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandl
     Returns:
         The hook's handle; `remove()` ends it.
     """
-    inner = _inner_optimizer(optimizer)
+    inner = inner_optimizer(optimizer)
     refresh(model)
     _check_covered(inner, model)
 
@@ -144,24 +145,6 @@ def attach(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandl
         refresh_stale(model, after_step=True)
 
     return inner.register_step_post_hook(after_step)
-
-
-def _inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimiser inside a wrapper such as accelerate's, whose own `step` calls it."""
-    inner = optimizer
-    while not _has_hooks(inner) and isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer
-    if not _has_hooks(inner):
-        raise PlanError(
-            f"a {type(optimizer).__name__} has no step hooks",
-            where="attach",
-            remedy="attach the torch optimiser inside",
-        )
-    return inner
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    return "_optimizer_step_post_hooks" in getattr(optimizer, "__dict__", {})
 
 
 def _check_covered(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

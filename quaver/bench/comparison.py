@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 from quaver.bench.sizes import Sizes
@@ -36,7 +37,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Result:
-    """A figure: median, smallest and largest ratio over the pairs."""
+    """A figure: median, smallest and largest ratio over the pairs, and the median seconds of ours and of the other."""
 
     name: str
     what: str
@@ -45,6 +46,7 @@ class Result:
     pairs: int
     min: float
     max: float
+    seconds: tuple[float, float] | None = None
 
     @property
     def met(self) -> bool | None:
@@ -61,6 +63,7 @@ class Result:
             "min": self.min,
             "max": self.max,
             "met": self.met,
+            "seconds": self.seconds,
             "what": self.what,
         }
 
@@ -126,4 +129,5 @@ def _result(comparison: Comparison, times: list[dict[str, float]]) -> Result:
         len(ratios),
         found.low,
         found.high,
+        (median(one[comparison.ours] for one in times), median(one[comparison.other] for one in times)),
     )

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from quaver.assembly import Assembly
-from quaver.bench.comparison import Comparison, Group, OnRound, turns
+from quaver.bench.comparison import Comparison, Group, OnRound
 from quaver.bench.policies import run_config
 from quaver.bench.sizes import Sizes
 from quaver.bench.steps import built, one_batch, our_step, world
-from quaver.bench.timing import Contestant
+from quaver.bench.timing import Contestant, take_turns
 from quaver.checkpoint import CheckpointManager, TrainState
 from quaver.config import RunConfig
 from quaver.data import Batch, Loader, prepare_data
@@ -116,6 +116,7 @@ class Saving:
     def __init__(self, manager: CheckpointManager, assembly: Assembly, batch: Batch, loader: Loader) -> None:
         self.manager, self.assembly, self.batch, self.loader = manager, assembly, batch, loader
         self.step = 0
+        self.steps_taken: list[int] = []
 
     def __call__(self) -> int:
         """The number of steps that it took."""
@@ -126,6 +127,7 @@ class Saving:
             our_step(self.assembly, self.batch)
             steps += 1
             self.manager.poll()
+        self.steps_taken.append(steps)
         return steps
 
     def _state(self) -> TrainState:
@@ -142,7 +144,7 @@ class Saving:
 
 
 @contextmanager
-def saving_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping[str, Contestant]]:
+def saving_contestants(sizes: Sizes) -> Iterator[tuple[Saving, Contestant]]:
     """Steps beside a save that is being written, and steps without one, of the same model."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quaver-bench-")))
@@ -156,7 +158,19 @@ def saving_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping
                 our_step(assembly, batch)
             return PLAIN_STEPS
 
-        yield {"saving": Saving(manager, assembly, batch, loader), "plain": plain}
+        yield Saving(manager, assembly, batch, loader), plain
+
+
+def saving_rounds(
+    sizes: Sizes, needed: frozenset[str], pairs: int, on_round: OnRound
+) -> list[dict[str, float]]:
+    """Seconds a step beside a save and without one, and `lost`: what one save adds to all its steps together."""
+    with saving_contestants(sizes) as (saving, plain):
+        rounds = take_turns({"saving": saving, "plain": plain}, pairs, on_round=on_round)
+        taken = saving.steps_taken[-pairs:]
+        return [
+            {**one, "lost": (one["saving"] - one["plain"]) * steps} for one, steps in zip(rounds, taken, strict=True)
+        ]
 
 
 def trainer_group() -> Group:
@@ -178,6 +192,9 @@ def saving_group() -> Group:
     saving = "Steps from the start of an asynchronous save until it is complete, over plain ones, in the mean"
     return Group(
         "checkpoint",
-        (Comparison("checkpoint.stall", "saving", "plain", 1.05, saving),),
-        turns(saving_contestants),
+        (
+            Comparison("checkpoint.stall", "saving", "plain", 1.05, saving),
+            Comparison("checkpoint.lost", "lost", "plain", None, "What one save costs all its steps, in steps"),
+        ),
+        saving_rounds,
     )

@@ -8,11 +8,13 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from quaver.bench.comparison import Group, Result
-from quaver.bench.experts import experts_group
+from quaver.bench.experts import experts_group, experts_peer_group
 from quaver.bench.loop import saving_group, trainer_group
 from quaver.bench.machine import describe_machine, load_average
-from quaver.bench.operators import linear_group, quantise_group
+from quaver.bench.operators import linear_group, linear_peer_group, quantise_group
 from quaver.bench.sizes import FULL, Sizes
 from quaver.bench.steps import step_group
 from quaver.errors import CapabilityError, ConfigError
@@ -39,7 +41,9 @@ def groups() -> tuple[Group, ...]:
     return (
         quantise_group(),
         linear_group(),
+        linear_peer_group(),
         experts_group(),
+        experts_peer_group(),
         step_group(),
         trainer_group(),
         saving_group(),
@@ -88,6 +92,7 @@ def run_bench(
     only: Sequence[str] = (),
     *,
     pairs: int = PAIRS,
+    threads: int = 1,
     sizes: Sizes = FULL,
     on_progress: OnProgress | None = None,
     all_groups: Sequence[Group] | None = None,
@@ -97,6 +102,7 @@ def run_bench(
     Args:
         only: globs over names; none: all figures.
         pairs: rounds of each figure; a claim takes at least 7.
+        threads: of everything that is timed; the process gets its own number back.
         sizes: of layers and models.
         on_progress: told (group, rounds done, rounds in all).
         all_groups: what there is to choose from; None: everything.
@@ -107,15 +113,20 @@ def run_bench(
     """
     chosen = chosen_groups(groups() if all_groups is None else all_groups, only)
     require_peers(chosen)
-    machine = describe_machine()
-    results: list[Result] = []
-    for group in chosen:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        machine = describe_machine()
+        results: list[Result] = []
+        for group in chosen:
 
-        def on_round(done: int, name: str = group.name) -> None:
-            if on_progress is not None:
-                on_progress(name, done, pairs)
+            def on_round(done: int, name: str = group.name) -> None:
+                if on_progress is not None:
+                    on_progress(name, done, pairs)
 
-        on_round(0)
-        results += group.run(sizes, pairs, on_round)
-    machine["load_average_after"] = load_average()
+            on_round(0)
+            results += group.run(sizes, pairs, on_round)
+        machine["load_average_after"] = load_average()
+    finally:
+        torch.set_num_threads(before)
     return BenchReport(machine, tuple(results))

@@ -18,6 +18,8 @@ Clock = Callable[[], float]
 
 SHORTEST = 0.05  # seconds: a turn repeats its contestant until about this long, so that the clock's grain is nothing
 MOST_REPEATS = 1000
+LEADS_IN = 1.0  # seconds: where any contestant is shorter, all run once untimed at the start of each turn, since the
+# one before left caches and the process's free memory as it likes them; what is wanted is the time among one's own kind
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,23 @@ def take_turns(
     """Seconds per unit of each contestant in each round; odd rounds go backwards.
 
     Args:
-        contestants: name -> what runs. Each runs once before the first round, and short ones until warm.
+        contestants: name -> what runs. Each runs twice before the first round, and once at the start of each turn
+            where any of them is short.
         rounds: how many pairs a ratio will have.
         clock: seconds.
         on_round: told the number of rounds that are done.
         shortest: seconds that a turn lasts at least; shorter contestants are repeated.
     """
-    repeats = {name: _warm(contestant, clock, shortest) for name, contestant in contestants.items()}
+    once = {name: _warm(contestant, clock) for name, contestant in contestants.items()}
     names, taken = list(contestants), []
+    leads_in = min(once.values()) < LEADS_IN
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # a collection belongs to no turn
     try:
         for number in range(rounds):
             order = names if number % 2 == 0 else names[::-1]
-            taken.append({name: _turn(contestants[name], repeats[name], clock) for name in order})
+            taken.append({name: _turn(contestants[name], once[name], clock, shortest, leads_in) for name in order})
             gc.collect()
             if on_round is not None:
                 on_round(number + 1)
@@ -69,16 +73,18 @@ def take_turns(
     return taken
 
 
-def _warm(contestant: Contestant, clock: Clock, shortest: float) -> int:
-    """Runs it until it is warm; how often it has to run for one turn."""
+def _warm(contestant: Contestant, clock: Clock) -> float:
+    """Runs it until it is warm; the seconds of one more run."""
     contestant()
     start = clock()
     contestant()
-    once = clock() - start
-    return 1 if once >= shortest else min(MOST_REPEATS, int(shortest / max(once, 1e-9)) + 1)
+    return clock() - start
 
 
-def _turn(contestant: Contestant, repeats: int, clock: Clock) -> float:
+def _turn(contestant: Contestant, once: float, clock: Clock, shortest: float, leads_in: bool) -> float:
+    if leads_in:
+        contestant()
+    repeats = 1 if once >= shortest else min(MOST_REPEATS, int(shortest / max(once, 1e-9)) + 1)
     start, units = clock(), 0
     for _ in range(repeats):
         done = contestant()

@@ -21,15 +21,23 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
-from quaver.checkpoint.background import give_way
+from quaver.checkpoint.background import Pace, give_way
 from quaver.checkpoint.files import cannot_start, not_written, reason_of, write_durably
 from quaver.checkpoint.index import DTYPES, INDEX, Index, Piece, index_of
 from quaver.checkpoint.ranks import Ranks
-from quaver.checkpoint.views import Tree, View, copied
+from quaver.checkpoint.views import Tree, copied
 from quaver.errors import CheckpointError
 
 # saving ----------------------------------------------------------------------------------------------------
@@ -40,20 +48,23 @@ class Writer(FileSystemWriter):
 
     Args:
         folder: an empty one.
-        background: the thread that writes is not the training's own, and gives way to it.
+        pace: of a writer beside the training: its threads give way, and it pauses after each tensor.
     """
 
-    def __init__(self, folder: Path, *, background: bool = False) -> None:
+    def __init__(self, folder: Path, *, pace: Pace | None = None) -> None:
         super().__init__(folder)
-        self.background = background
+        self.pace = pace
         self.not_copied: Exception | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
-        """The copy of a `live_tree` that an asynchronous save writes: on a CPU made beside the training too."""
+        """The copy of a `live_tree` that an asynchronous save writes: on a CPU made beside the training too.
+
+        Its thread does not give way: the next update waits for it.
+        """
         on_device = any(tensor.device.type != "cpu" for view in state_dict.values() for tensor in view.values())
         if on_device:  # the copy would need a stream that waits for the training's
-            return super().stage(copied(state_dict))
-        copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy", initializer=give_way)
+            return super().stage(state_dict)
+        copying = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copy")
         try:
             return copying.submit(self._copy, state_dict)
         finally:
@@ -69,8 +80,9 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Writes this rank's file; OSError where the system refuses, which torch hides behind its zip writer's."""
-        if self.background:
+        if self.pace is not None:
             give_way()
+            self.pace.begin()
         if self.not_copied is not None:
             raise self.not_copied
         try:
@@ -85,6 +97,19 @@ class Writer(FileSystemWriter):
         """Called once, when all ranks have written."""
         super().finish(metadata, results)
         write_durably(Path(self.path) / INDEX, index_of(metadata).to_bytes())
+
+
+class PacedPlanner(DefaultSavePlanner):
+    """torch's planner, which a writer asks for one tensor after the other."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self.pace = pace
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The next tensor; a pause for the one before comes first."""
+        self.pace()
+        return super().resolve_data(write_item)
 
 
 def _refusal(error: BaseException) -> OSError | None:
@@ -121,17 +146,19 @@ class Writing:
     written: Future[Any]
 
 
-def start_writing(live: Tree, folder: Path, ranks: Ranks) -> Writing:
+def start_writing(live: Tree, folder: Path, ranks: Ranks, pace: Pace) -> Writing:
     """Copies all tensors of a `live_tree` and writes them, in threads of its own.
 
     Args:
+        pace: of the writing; the copy, for which the next update waits, is made without pauses.
         ranks: of a group that nothing else uses meanwhile, since the thread runs collectives on it.
     """
     _quiet(ranks)
     with _dcp_errors(lambda cause: not_written(folder, cause)):
         started = torch_dcp.async_save(
             live,
-            storage_writer=Writer(folder, background=True),
+            storage_writer=Writer(folder, pace=pace),
+            planner=PacedPlanner(pace),
             process_group=ranks.group,
             no_dist=not ranks.initialised,
         )

@@ -1,7 +1,7 @@
 """The checkpoints of a run: all ranks save together, at once or beside the training, and fail together.
 
 What a save does to the folder, in which order and why, is in publish.py.
-May import: the room's files, errors.
+May import: the room's files, optim (the optimiser inside a wrapper), errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from quaver.checkpoint.background import give_way
+from quaver.checkpoint.background import Pace, ShortTurns, give_way
 from quaver.checkpoint.dcp import Writing, finish_writing, start_writing, write_tensors
 from quaver.checkpoint.files import not_written, write_durably
 from quaver.checkpoint.find import Found, find_latest, step_name
@@ -27,6 +27,7 @@ from quaver.checkpoint.publish import Phase, SaveSteps
 from quaver.checkpoint.ranks import Ranks
 from quaver.checkpoint.state import STATE, RankRecord, RunRecord, TrainState, rank_file
 from quaver.checkpoint.views import MODEL, OPTIM, live_tree, model_view, optimizer_view, settle
+from quaver.optim import inner_optimizer
 
 
 class CheckpointManager:
@@ -71,6 +72,7 @@ class CheckpointManager:
         )
         self._pending: Future[Path] | None = None
         self._saved: Path | None = None
+        self._turns, self._pace = ShortTurns(), Pace()
         self._holding: RemovableHandle | None = None  # the hook that makes the optimiser wait for a copy
         self._ranks.first_does(self._steps.clean)
 
@@ -102,9 +104,13 @@ class CheckpointManager:
                 write_tensors(tree, partial, self._ranks)
                 self._saved = self._finish(partial, run)
             else:
-                writing = start_writing(live_tree(state.model, state.optimizer), partial, self._ranks)
-                self._hold_updates(state.optimizer, writing)
-                self._pending = self._executor.submit(self._finish_later, writing, partial, run)
+                pace, optimizer = Pace(), inner_optimizer(state.optimizer)
+                live = live_tree(state.model, state.optimizer)
+                writing = start_writing(live, partial, self._ranks, pace)
+                self._pending = self._executor.submit(self._finish_later, writing, partial, run, pace)
+                self._pace = pace
+                self._turns.begin()
+                self._hold_updates(optimizer, writing)
         return final
 
     @property
@@ -126,10 +132,11 @@ class CheckpointManager:
         """Waits for a save in flight; raises its error."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            self._pace.hurry()
             try:
                 self._saved = pending.result()
             finally:
-                self._let_updates()
+                self._turns.end()
 
     def close(self) -> None:
         """Waits for a save in flight, raises its error, and lets go of threads and process groups."""
@@ -145,6 +152,8 @@ class CheckpointManager:
     def abandon(self) -> None:
         """Leaves a save in flight as it is, for the next start to clean up; nothing is waited for or let go of."""
         self._pending = None
+        self._pace.hurry()
+        self._turns.end()
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -177,28 +186,27 @@ class CheckpointManager:
         except OSError as error:
             raise not_written(partial, error) from error
 
-    def _finish_later(self, writing: Writing, partial: Path, run: RunRecord) -> Path:
+    def _finish_later(self, writing: Writing, partial: Path, run: RunRecord, pace: Pace) -> Path:
         with self._dropped_on_failure(partial):
             finish_writing(writing, partial)
-            return self._finish(partial, run)
+            return self._finish(partial, run, pace)
 
-    def _finish(self, partial: Path, run: RunRecord) -> Path:
+    def _finish(self, partial: Path, run: RunRecord, pace: Pace | None = None) -> Path:
         """From flushed tensors to a checkpoint; ranks share the digesting, the first does the rest."""
         names = self._ranks.first_does(lambda: self._steps.written(partial, run.step))
-        shares = self._ranks.all_do(lambda: _describe(partial, self._ranks.share(names)))
+        shares = self._ranks.all_do(lambda: _describe(partial, self._ranks.share(names), pace))
         files = {name: entry for share in shares for name, entry in share.items()}
         manifest = Manifest(step=run.step, world_size=run.world_size, recipe=run.recipe, files=files)
         return self._ranks.first_does(lambda: self._steps.publish(partial, manifest))
 
     def _hold_updates(self, optimizer: torch.optim.Optimizer, writing: Writing) -> None:
-        """The optimiser's next step waits until its tensors are copied; an error of the copy is the save's."""
-        self._let_updates()
-        self._holding = optimizer.register_step_pre_hook(lambda *_: _until_done(writing.copied))
+        """The optimiser's steps wait until its tensors are copied; an error of the copy is the save's.
 
-    def _let_updates(self) -> None:
+        The hook stays until the next save has its own: nothing that ends the waiting for a save ends its copy.
+        """
         if self._holding is not None:
             self._holding.remove()
-            self._holding = None
+        self._holding = optimizer.register_step_pre_hook(lambda *_: _until_done(writing.copied))
 
     @contextmanager
     def _dropped_on_failure(self, partial: Path) -> Iterator[None]:
@@ -219,8 +227,8 @@ def _ignore(*_: Any) -> None:
     """Nobody listens."""
 
 
-def _describe(folder: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+def _describe(folder: Path, names: Sequence[str], pace: Pace | None) -> dict[str, FileEntry]:
     try:
-        return describe_files(folder, names)
+        return describe_files(folder, names, pace)
     except OSError as error:
         raise not_written(folder, error) from error

@@ -1,12 +1,14 @@
 """manifest.json: the last file of a checkpoint, by which all others are known to be whole.
 
 It lists every file with its size and SHA-256, and carries a digest of itself, so that any changed byte anywhere is
-found. A folder without one is a save that did not finish. Ranks share the hashing. May import: files, ranks, errors.
+found. A folder without one is a save that did not finish. Ranks share the hashing.
+May import: background, files, ranks, errors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import stat
@@ -16,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from quaver.checkpoint.background import Pace
 from quaver.checkpoint.files import PLAIN_NAME, cannot_start, is_plain_name, reason_of
 from quaver.checkpoint.ranks import Ranks
 from quaver.errors import CheckpointError
@@ -62,14 +65,29 @@ def _canonical(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
-def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+def describe_files(folder: Path, names: Iterable[str], pace: Pace | None = None) -> dict[str, FileEntry]:
     """Reads the files back from the file system and digests them; OSError where one cannot be read."""
-    return {name: _digest(folder / name) for name in names}
+    if pace is not None:
+        pace.begin()
+    return {name: _digest(folder / name, pace) for name in names}
 
 
-def _digest(path: Path) -> FileEntry:
+class _Paced(io.FileIO):
+    """A file that is read with pauses."""
+
+    pace: Pace | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        """The next bytes."""
+        if self.pace is not None:
+            self.pace()
+        return super().readinto(buffer)
+
+
+def _digest(path: Path, pace: Pace | None = None) -> FileEntry:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
+    with _Paced(handle, "rb") as file:
+        file.pace = pace
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(None, "not a regular file", str(path))

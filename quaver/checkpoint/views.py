@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -45,28 +46,27 @@ def model_view(model: nn.Module) -> View:
 
 
 def live_tree(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tree:
-    """Both parts of a checkpoint over the run's own storage, for `copied`: masters stand where BF16 weights will be.
-
-    Buffers are copied at once: they are small, and more than the optimiser's step changes them.
-    """
-    masters = {fqn: like_sharded(p, master_of(fqn, p).detach()) for fqn, p in model.named_parameters()}
+    """Both parts of a checkpoint, of which only masters and moments are the run's own storage, for `copied`."""
     buffers = {fqn: buffer.clone() for fqn, buffer in buffer_view(model).items()}
-    return {MODEL: masters | buffers, OPTIM: optimizer_view(model, optimizer)}
+    return {MODEL: model_view(model) | buffers, OPTIM: optimizer_view(model, optimizer)}
 
 
 def copied(live: Tree) -> Tree:
-    """A `live_tree` in storage of its own, as `model_view` and `optimizer_view` give it.
+    """A `live_tree` on the CPU in storage of its own.
 
     Reads the tree alone and not the model, whose parameters stand for gathered ones during a forward.
     """
-    optim = {key: like_sharded(value, local_tensor(value).clone()) for key, value in live[OPTIM].items()}
-    weights = {
-        fqn: like_sharded(value, local_tensor(value).to(torch.bfloat16))
-        if f"{fqn}.{MASTER}" in optim
-        else value
-        for fqn, value in live[MODEL].items()
+    return {
+        MODEL: live[MODEL],
+        OPTIM: {key: like_sharded(value, _copy(local_tensor(value))) for key, value in live[OPTIM].items()},
     }
-    return {MODEL: weights, OPTIM: optim}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """By numpy, which takes one thread: torch's own copy would wake all of this process's, which train."""
+    copy = torch.empty_like(tensor)
+    np.copyto(copy.numpy(), tensor.numpy())
+    return copy
 
 
 def buffer_view(model: nn.Module) -> View:

@@ -32,6 +32,9 @@ def bench(
     pairs: Annotated[
         int, typer.Option(min=1, help="Rounds of each figure; its ratio is the median over them.")
     ] = 7,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads of everything that is timed.")
+    ] = 1,
     as_json: JSON = False,
 ) -> None:
     """Measure the speed table: ratios of things that run turn by turn in this process.
@@ -40,7 +43,7 @@ def bench(
     and the largest beside it, and the target is the largest that is accepted. A missed target is marked and
     leaves the exit code 0: a busy machine misses more than a quiet one, and the load is part of the output.
 
-    All of it takes about ten minutes on two cores. Peers (torchao) have to be installed; otherwise choose other
+    All of it takes about eight minutes. Peers (torchao) have to be installed; otherwise choose other
     figures.
 
     Example: quaver bench --only 'linear.*' --only quantise.mxfp8.both
@@ -49,7 +52,7 @@ def bench(
         from quaver.bench import run_bench
 
         with _progress() as on_progress:
-            report = run_bench(only or (), pairs=pairs, on_progress=on_progress)
+            report = run_bench(only or (), pairs=pairs, threads=threads, on_progress=on_progress)
     if as_json:
         write_json(report.to_json())
     else:
@@ -85,7 +88,7 @@ def _show(report: BenchReport) -> None:
     machine = report.machine
     busy = f"load {machine['load_average_before']} before, {machine['load_average_after']} after"
     out().print(
-        Text(f"{machine['cpu']} · {machine['threads']} threads · torch {machine['torch']} · {busy}", style="dim")
+        Text(f"{machine['cpu']} · threads: {machine['threads']} · torch {machine['torch']} · {busy}", style="dim")
     )
     kernels = machine["kernels"]
     out().print(

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from quaver.backends import GemmSite, QuantizationRole, QuantizedOperand
+from quaver.backends.native import widened
 from quaver.errors import StaleWeightError
 from quaver.low_precision.master import MasterWeight
 from quaver.low_precision.quantized import QuantizedWeightTensor
@@ -70,9 +71,9 @@ class _DenseGemms(torch.autograd.Function):
             dx_TK = matmul(g_row, w_NK.select("col"), layout="NN", output_dtype=ctx.x_dtype, site=site)
         if g_col is not None:
             x_col = QuantizedOperand(saved[0], saved[1], ctx.x_dtype, recipe.format, "col")
-            dw_NK = matmul(
-                g_col, x_col, layout="TN", output_dtype=ctx.x_dtype, site=GemmSite(ctx.fqn, "wgrad")
-            ).to(w_NK.dtype)
+            site = GemmSite(ctx.fqn, "wgrad")
+            product = matmul(g_col, x_col, layout="TN", output_dtype=ctx.x_dtype, site=site)
+            dw_NK = widened(product, w_NK.dtype)
         return dx_TK, dw_NK, None, None, None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand, UncodedOperand
-from quaver.backends.native import experts
+from quaver.backends.native import experts, widened
 from quaver.backends.sources import GatheredRows, RowSource, ScaledRows, SwiGLU, SwiGLUGradient
 from quaver.low_precision.dense import Weight, check_version
 from quaver.low_precision.recipe import LowPrecisionRecipe
@@ -193,7 +193,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
             a_col = QuantizedOperand(ac, as_, dtype, fmt, "col")
             site = GemmSite(ctx.sites[1], "wgrad")
             ddown = gmm(gy_col, a_col, ends, layout="TN", output_dtype=dtype, site=site)
-            ddown = ddown.to(down.dtype)
+            ddown = widened(ddown, down.dtype)
         if gy_row is not None:
             site = GemmSite(ctx.sites[1], "dgrad")
             da = gmm(gy_row, down.select("row"), ends, layout="NT", output_dtype=dtype, site=site)
@@ -202,7 +202,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
             if gh_col is not None:
                 x_col, site = QuantizedOperand(xc, xs, dtype, fmt, "col"), GemmSite(ctx.sites[0], "wgrad")
                 dgate_up = gmm(gh_col, x_col, ends, layout="TN", output_dtype=dtype, site=site)
-                dgate_up = dgate_up.to(gate_up.dtype)
+                dgate_up = widened(dgate_up, gate_up.dtype)
             if gh_row is not None:
                 site = GemmSite(ctx.sites[0], "dgrad")
                 dx_S = gmm(gh_row, gate_up.select("row"), ends, layout="NT", output_dtype=dtype, site=site)

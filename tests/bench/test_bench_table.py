@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 
 from quaver.bench import chosen_groups, groups, run_bench, table
 from quaver.bench.comparison import Comparison, Group
@@ -37,6 +38,7 @@ TARGETS = {
     "trainer.over_step": 1.02,
     "loader.over_step": None,
     "checkpoint.stall": 1.05,
+    "checkpoint.lost": None,
 }
 
 
@@ -107,3 +109,18 @@ def test_the_report() -> None:
     assert machine["kernels"]["path"] in ("native", "torch")
     assert machine["kernels"]["reason"]
     assert told == [("a", 0, 3), ("a", 3, 3), ("b", 0, 3), ("b", 3, 3)]
+
+
+def test_figures_are_made_with_the_threads_that_were_asked_for() -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def rounds(sizes, needed, pairs, on_round):
+        seen.append(torch.get_num_threads())
+        return [{"ours": 2.0, "x": 1.0}] * pairs
+
+    group = Group("a", (Comparison("a.x", "ours", "x", None, "x"),), rounds, {})
+    for threads in (1, 2):
+        report = run_bench(all_groups=[group], threads=threads, pairs=1)
+        assert report.machine["threads"] == threads
+        assert torch.get_num_threads() == before
+    assert seen == [1, 2]

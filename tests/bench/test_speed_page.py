@@ -1,4 +1,4 @@
-"""docs/speed.md holds what docs/speed.json says, for every figure that there is."""
+"""docs/speed.md holds what its files of figures say, for every figure that there is."""
 
 from __future__ import annotations
 
@@ -31,12 +31,23 @@ def figure(name: str, ratio: float, met: bool | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_page_holds_the_figures_of_its_file() -> None:
-    document = json.loads((ROOT / "docs/speed.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_page_holds_the_figures_of_its_files(threads: int) -> None:
+    document = json.loads(speed_page.figures_file(threads).read_text(encoding="utf-8"))
+    assert document["machine"]["threads"] == threads
     page = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
-    assert speed_page.put_in(page, speed_page.render(document)) == page
+    assert speed_page.put_in(page, document) == page
     expected = {c.name: c.target for group in groups() for c in group.comparisons}
     assert {one["name"]: one["target"] for one in document["results"]} == expected
+
+
+def test_figures_go_between_the_marks_of_their_threads() -> None:
+    begin, end = speed_page.marks(2)
+    others = "\n".join(speed_page.marks(1))
+    page = speed_page.put_in(f"{others}\n{begin}\nold\n{end}\n", {"machine": MACHINE, "results": [figure("a", 0.5)]})
+    assert page.startswith(f"{others}\n{begin}\n")
+    assert "old" not in page
+    assert "| `a` | 0.500 |" in page
 
 
 def test_a_row_says_ratio_target_and_mark() -> None:
@@ -66,4 +77,4 @@ def test_figures_of_two_machines_do_not_mix() -> None:
 
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="once each"):
-        speed_page.put_in("no marks", "figures")
+        speed_page.put_in("no marks", {"machine": MACHINE, "results": []})

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from small_runs import differing, small_run, tensors, train_steps
 
 from quaver.checkpoint import CheckpointManager, dcp, load, model_view, optimizer_view
-from quaver.checkpoint.background import STEPS_BACK, give_way
+from quaver.checkpoint.background import SHORTEST_PAUSE, STEPS_BACK, TAKES_TURNS, Pace, ShortTurns, give_way
 from quaver.checkpoint.views import live_tree
-from quaver.errors import CheckpointError
+from quaver.errors import CheckpointError, PlanError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 
@@ -155,3 +159,86 @@ def test_what_is_copied_is_what_a_save_at_once_writes() -> None:
             assert copy[part][name].dtype == tensor.dtype
             assert torch.equal(copy[part][name], tensor)
             assert copy[part][name].data_ptr() != live[part][name].data_ptr() or part == "model"
+
+
+def test_background_work_takes_its_share_and_no_more_than_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that a pause moves on by as much as it is asked for, and work by its processor time."""
+    now, worked, asked = [0.0], [0.0], []
+
+    def wait(seconds: float) -> None:
+        asked.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("quaver.checkpoint.background.time", SimpleNamespace(
+        thread_time=lambda: worked[0], monotonic=lambda: now[0]
+    ))
+    pace = Pace(share=0.25, most=1.0)
+    monkeypatch.setattr(pace._hurried, "wait", wait)
+    pace.begin()
+    for _ in range(10):  # 0.1 s of work: 0.3 s of pauses, saved up until they are worth a switch
+        worked[0] += 0.01
+        pace()
+    assert pace.paused == pytest.approx(0.3)
+    assert min(asked) >= SHORTEST_PAUSE
+    worked[0] += 5.0
+    pace()
+    pace()
+    assert pace.paused == pytest.approx(1.0)
+    pace.hurry()
+    again = Pace(share=0.25)
+    monkeypatch.setattr(again._hurried, "wait", wait)
+    again.begin()
+    again.hurry()
+    worked[0] += 5.0
+    again()
+    assert again.paused == 0.0
+
+
+def test_who_waits_for_a_save_ends_its_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that would take an hour beside the training is there as soon as it is waited for."""
+    monkeypatch.setattr("quaver.checkpoint.manager.Pace", lambda: Pace(share=1e-9, most=3600.0))
+    state = small_run()
+    with CheckpointManager(tmp_path, asynchronous=True) as manager:
+        folder = manager.save(1, state)
+        time.sleep(1.0)
+        manager.poll()
+        assert manager.in_flight
+        manager.wait()
+    load(folder, small_run(seed=9))
+
+
+def test_python_takes_short_turns_only_while_a_save_is_written(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    with CheckpointManager(tmp_path, asynchronous=True) as manager:
+        manager.save(1, small_run())
+        assert sys.getswitchinterval() == pytest.approx(TAKES_TURNS)
+        manager.wait()
+        assert sys.getswitchinterval() == before
+
+
+def test_turns_stay_short_until_the_last_of_two_saves_has_ended() -> None:
+    before = sys.getswitchinterval()
+    one, other = ShortTurns(), ShortTurns()
+    one.begin()
+    one.begin()
+    other.begin()
+    one.end()
+    one.end()
+    assert sys.getswitchinterval() == pytest.approx(TAKES_TURNS)
+    other.end()
+    assert sys.getswitchinterval() == before
+
+
+def test_a_save_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    before, state = sys.getswitchinterval(), small_run()
+    optimizer = state.optimizer
+    with CheckpointManager(tmp_path, asynchronous=True) as manager:
+        with pytest.raises(PlanError, match="no step hooks"):
+            manager.save(1, replace(state, optimizer=SimpleNamespace(state={}, param_groups=[])))
+        assert not manager.in_flight
+        assert sys.getswitchinterval() == before
+        assert list(tmp_path.iterdir()) == []
+        manager.save(1, replace(state, optimizer=AcceleratedOptimizer(optimizer)))
+        train_steps(state, 1)
+        manager.wait()
+    assert (tmp_path / "step-00000001").is_dir()

@@ -110,7 +110,7 @@ def test_a_failure_on_one_rank_is_one_on_all(results) -> None:
     full = ["CheckpointError", "the checkpoint could not be written: No space left on device", 3]
     for asynchronous in ("False", "True"):
         for result in both:
-            for scene in ("tensors", "records", "digests"):
+            for scene in ("tensors", "records", "digests", *(("copying",) if asynchronous == "True" else ())):
                 assert result[f"{scene}-{asynchronous}"] == full, scene
             assert result[f"left-{asynchronous}"] == ["latest", "step-00000001"]
     for key in ("publishing-False", "publishing-True"):

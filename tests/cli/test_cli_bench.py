@@ -27,7 +27,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         kwargs["on_progress"]("linear", 0, kwargs["pairs"])
         kwargs["on_progress"]("linear", 1, kwargs["pairs"])
         print("a library prints")
-        asked.append({"only": list(only), "pairs": kwargs["pairs"]})
+        asked.append({"only": list(only), "pairs": kwargs["pairs"], "threads": kwargs["threads"]})
         results = (
             Result("linear.a", "a over b", 0.98, 1.02, 7, 0.97, 1.1),
             Result("linear.b", "b over c", 1.5, 1.02, 7, 1.4, 1.6),
@@ -40,7 +40,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_json_is_all_of_stdout(quaver: Run, report: list[dict[str, Any]], home: Path) -> None:
-    ended = quaver("bench", "--json", "--only", "linear.*", "--only", "x", "--pairs", "9")
+    ended = quaver("bench", "--json", "--only", "linear.*", "--only", "x", "--pairs", "9", "--threads", "2")
     assert ended.code == 0
     document = json.loads(ended.out)
     assert document["machine"] == MACHINE
@@ -49,7 +49,7 @@ def test_json_is_all_of_stdout(quaver: Run, report: list[dict[str, Any]], home: 
         "name": "linear.a", "ratio": 0.98, "target": 1.02, "pairs": 7, "min": 0.97, "max": 1.1
     }  # fmt: skip
     assert document["results"][2]["target"] is None
-    assert report == [{"only": ["linear.*", "x"], "pairs": 9}]
+    assert report == [{"only": ["linear.*", "x"], "pairs": 9, "threads": 2}]
     assert ended.err.splitlines() == ["measuring linear, 9 pairs", "a library prints"]
 
 
@@ -66,7 +66,7 @@ def test_the_table_marks_what_is_missed_and_ends_with_0(
     assert "missed" not in rows["linear.c"]
     assert "1 of 3 figures miss their target" in ended.err
     assert "kernels: torch (no compiler)" in ended.out
-    assert report == [{"only": [], "pairs": 7}]
+    assert report == [{"only": [], "pairs": 7, "threads": 1}]
 
 
 def test_a_name_that_is_none_ends_with_2(quaver: Run, home: Path) -> None:

@@ -1,11 +1,11 @@
 """The reference backend's CPU kernels: C++ behind a plain C ABI, compiled on first use, equal to the torch codecs.
 
-Reading order: bits.h, mx_lanes.h, mx_quantize.h, mx_quantize.cpp, mx_decode.cpp, mx_experts.cpp, hif8.cpp; build.py,
-kernels.py, packing.py, experts.py, memory.py. May import: torch, formats.
+Reading order: bits.h, mx_lanes.h, mx_quantize.h, mx_quantize.cpp, mx_decode.cpp, mx_experts.cpp, hif8.cpp,
+widen.cpp; build.py, kernels.py, packing.py, experts.py, memory.py. May import: torch, formats.
 """
 
 from quaver.backends.native.build import KernelStatus, find_compiler, trial
-from quaver.backends.native.kernels import forget, status, usable
+from quaver.backends.native.kernels import forget, status, usable, widened
 from quaver.backends.native.memory import keep_freed_pages
 
-__all__ = ["KernelStatus", "find_compiler", "forget", "keep_freed_pages", "status", "trial", "usable"]
+__all__ = ["KernelStatus", "find_compiler", "forget", "keep_freed_pages", "status", "trial", "usable", "widened"]

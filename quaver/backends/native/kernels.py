@@ -30,6 +30,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quaver_fill_experts": (_P, _I, _P, _P, _C),
     "quaver_combine": (_P, _P, _P, _I, _I, _I, _P, _C),
     "quaver_products": (_P, _P, _P, _I, _I, _I, _P, _C),
+    "quaver_widen": (_P, _I, _P, _C),
     "quaver_amax": (_P, _C, _I, _I, _P, _C),
     "quaver_hif8_scales": (_P, _C, _I, _I, ctypes.c_float, _P, _C),
     "quaver_hif8_encode": (_P, _C, _I, _I, _P, _P, _P, _P, _C),
@@ -100,6 +101,22 @@ def call(name: str, *arguments: Any) -> int:
     library = _load()[0]
     assert library is not None  # callers ask `usable` first
     return getattr(library, name)(*arguments, torch.get_num_threads()) or 0
+
+
+LARGE = 1 << 19
+"""Elements from which on a gradient is written past the caches."""
+
+
+def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, with a kernel for large BF16 tensors that become FP32."""
+    widens = x.dtype is torch.bfloat16 and dtype is torch.float32
+    if not widens or x.numel() < LARGE or not x.is_contiguous() or not usable(x):
+        return x.to(dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out.data_ptr() % 64:
+        return out.copy_(x)
+    call("quaver_widen", x.data_ptr(), x.numel(), out.data_ptr())
+    return out
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
