@@ -56,7 +56,9 @@ class Writer(FileSystemWriter):
         self.pace = pace
         self.not_copied: Exception | None = None
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+    def stage(  # type: ignore[override]  # async_save takes a future too
+        self, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | Future[dict[str, Any]]:
         """The copy of a `live_tree` that an asynchronous save writes: on a CPU made beside the training too.
 
         Its thread does not give way: the next update waits for it.

@@ -77,7 +77,7 @@ class _Paced(io.FileIO):
 
     pace: Pace | None = None
 
-    def readinto(self, buffer: Any) -> int | None:
+    def readinto(self, buffer: Any, /) -> int:
         """The next bytes."""
         if self.pace is not None:
             self.pace()

@@ -26,23 +26,19 @@ static INLINE uint16_t largest_value(uint16_t s) { return (uint16_t)(((s + 8) <<
 static INLINE uint16_t code_offset(uint16_t s) { return (uint16_t)((s - 7) << 3); }
 static INLINE bool takes_patterns(uint16_t s) { return s >= FIRST_BF16_SCALE && s <= LAST_BF16_SCALE; }
 
-// One scale for all lanes.
+// One scale for all lanes, out of arrays over a row's blocks: from memory a word is spread over a register in one step.
 struct RowScale {
-  uint16_t byte;
+  const uint16_t *byte, *below_, *largest_, *offset_;
   bool plain;  // the 16-bit path may be tried
 
-  INLINE explicit RowScale(uint16_t s) : byte(s), plain(takes_patterns(s)) {}
-  INLINE uint16_t scale(int) const { return byte; }
-  INLINE uint16_t below(int) const { return below_normal(byte); }
-  INLINE uint16_t largest(int) const { return largest_value(byte); }
-  INLINE uint16_t offset(int) const { return code_offset(byte); }
+  INLINE uint16_t scale(int) const { return *byte; }
+  INLINE uint16_t below(int) const { return *below_; }
+  INLINE uint16_t largest(int) const { return *largest_; }
+  INLINE uint16_t offset(int) const { return *offset_; }
 #ifdef QUAVER_AVX512
-  INLINE __m512i exponent() const { return _mm512_slli_epi16(_mm512_set1_epi16((short)byte), 7); }
-  INLINE __m512i below() const { return _mm512_sub_epi16(exponent(), _mm512_set1_epi16((6 << 7) + 1)); }
-  INLINE __m512i largest() const { return _mm512_add_epi16(exponent(), _mm512_set1_epi16((8 << 7) | 0x60)); }
-  INLINE __m512i offset() const {
-    return _mm512_sub_epi16(_mm512_slli_epi16(_mm512_set1_epi16((short)byte), 3), _mm512_set1_epi16(7 << 3));
-  }
+  INLINE __m512i below() const { return _mm512_set1_epi16((short)*below_); }
+  INLINE __m512i largest() const { return _mm512_set1_epi16((short)*largest_); }
+  INLINE __m512i offset() const { return _mm512_set1_epi16((short)*offset_); }
 #endif
 };
 
@@ -66,30 +62,33 @@ struct ColumnScale {
 // column of an element share. `all_normal`: no nonzero element is below E4M3's normal range at this scale.
 #ifdef QUAVER_AVX512
 struct Rounded {
-  __m512i x, magnitude, kept;
+  __m512i x, less_one, kept, top, sign;  // |x| - 1; rounded |x|, and its exponent and three bits alone; sign as a code's
 
   INLINE explicit Rounded(const bf16* from) {
     x = _mm512_loadu_si512(from);
-    magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
+    const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
+    less_one = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(1));
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi16(1));
     kept = _mm512_add_epi16(_mm512_add_epi16(magnitude, _mm512_set1_epi16(7)), odd);
-    kept = _mm512_and_si512(kept, _mm512_set1_epi16((short)0xfff0));
+    top = _mm512_srli_epi16(kept, 4);
+    sign = _mm512_srli_epi16(x, 8);
   }
   template <class Scale>
   INLINE bool all_normal(const Scale& scale) const {
-    const __m512i less_one = _mm512_sub_epi16(magnitude, _mm512_set1_epi16(1));
     return _mm512_cmplt_epu16_mask(less_one, scale.below()) == 0;
   }
   template <class Scale>
   INLINE void write(const Scale& scale, uint8_t* codes, bf16* values) const {
-    const __m512i limited = _mm512_min_epu16(kept, scale.largest());
-    const __m512i sign = _mm512_set1_epi16((short)0x8000);
-    if (codes) {  // the saturating subtraction keeps zero at zero
-      __m512i top = _mm512_subs_epu16(_mm512_srli_epi16(limited, 4), scale.offset());
-      top = _mm512_or_si512(top, _mm512_srli_epi16(_mm512_and_si512(x, sign), 8));
-      _mm256_storeu_si256((__m256i*)codes, _mm512_cvtepi16_epi8(top));
+    if (codes) {  // the saturating subtraction keeps zero at zero; 448 is code 0x7e whatever the scale
+      const __m512i code = _mm512_min_epu16(_mm512_subs_epu16(top, scale.offset()), _mm512_set1_epi16(0x7e));
+      const __m512i with_sign = _mm512_ternarylogic_epi64(code, sign, _mm512_set1_epi16(0x80), 0xf8);  // code | (sign & 0x80)
+      _mm256_storeu_si256((__m256i*)codes, _mm512_cvtepi16_epi8(with_sign));
     }
-    if (values) _mm512_storeu_si512(values, _mm512_ternarylogic_epi64(limited, x, sign, 0xf8));  // limited | (x & sign)
+    if (values) {
+      const __m512i limited = _mm512_min_epu16(_mm512_and_si512(kept, _mm512_set1_epi16((short)0xfff0)), scale.largest());
+      const __m512i minus = _mm512_set1_epi16((short)0x8000);
+      _mm512_storeu_si512(values, _mm512_ternarylogic_epi64(limited, x, minus, 0xf8));  // limited | (x & minus)
+    }
   }
 };
 #else
@@ -189,25 +188,30 @@ static INLINE uint32_t encode_rest(const T* exact, int n, const Scale& scale, ui
   return unsafe;
 }
 
+#ifdef __SSE4_1__
+// The largest of eight magnitudes. The one horizontal instruction is a minimum: 0x7fff - a is a ^ 0x7fff.
+static INLINE uint16_t largest_lane(__m128i most) {
+  return (uint16_t)(0x7fff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(0x7fff))), 0));
+}
+#endif
+#ifdef QUAVER_AVX512
+static INLINE uint16_t largest_lane(__m512i magnitude) {
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(magnitude), _mm512_extracti64x4_epi64(magnitude, 1));
+  return largest_lane(_mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+}
+#endif
+
 // The largest magnitude of up to 32 patterns.
 static INLINE uint16_t largest_of(const bf16* __restrict x, int n) {
 #ifdef __SSE4_1__
   if (__builtin_expect(n == BLOCK, 1)) {
     const __m128i mask = _mm_set1_epi16(0x7fff);
-#ifdef QUAVER_AVX512
-    const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
-    const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(magnitude), _mm512_extracti64x4_epi64(magnitude, 1));
-    const __m128i most = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-#else
     const __m128i* lanes = (const __m128i*)x;
     const __m128i low = _mm_max_epu16(_mm_and_si128(_mm_loadu_si128(lanes), mask),
                                       _mm_and_si128(_mm_loadu_si128(lanes + 1), mask));
     const __m128i high = _mm_max_epu16(_mm_and_si128(_mm_loadu_si128(lanes + 2), mask),
                                        _mm_and_si128(_mm_loadu_si128(lanes + 3), mask));
-    const __m128i most = _mm_max_epu16(low, high);
-#endif
-    // The one horizontal instruction is a minimum: 0x7fff - a is a ^ 0x7fff.
-    return (uint16_t)(0x7fff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(most, mask)), 0));
+    return largest_lane(_mm_max_epu16(low, high));
   }
 #endif
   uint16_t amax = 0;

@@ -32,44 +32,64 @@ struct Output {
   INLINE bf16* values_at(int64_t at) const { return values ? values + at : nullptr; }
 };
 
-// One row into the maxima of a tile's columns; a call a row keeps compilers from walking down the columns instead.
-__attribute__((noinline)) static void raise_maxima(uint16_t* __restrict amax, const bf16* __restrict row, int width) {
-  for (int j = 0; j < width; j++) {
-    const uint16_t magnitude = row[j] & 0x7fff;
-    amax[j] = magnitude > amax[j] ? magnitude : amax[j];
+// The maxima of a row's blocks into `blocks`, and of its columns into `columns`; a null pointer is not wanted. A call a
+// row keeps compilers from walking down the columns instead.
+__attribute__((noinline)) static void find_maxima(const bf16* __restrict row, int width, uint16_t* __restrict columns,
+                                                  uint16_t* __restrict blocks) {
+  int c = 0;
+#ifdef QUAVER_AVX512
+  for (; c + BLOCK <= width; c += BLOCK) {
+    const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(row + c), _mm512_set1_epi16(0x7fff));
+    if (columns) _mm512_storeu_si512(columns + c, _mm512_max_epu16(magnitude, _mm512_loadu_si512(columns + c)));
+    if (blocks) blocks[c / BLOCK] = largest_lane(magnitude);
+  }
+#endif
+  for (; c < width; c += BLOCK) {
+    const int n = std::min(BLOCK, width - c);
+    if (blocks) blocks[c / BLOCK] = largest_of(row + c, n);
+    if (columns)
+      for (int j = c; j < c + n; j++) {
+        const uint16_t magnitude = row[j] & 0x7fff;
+        columns[j] = magnitude > columns[j] ? magnitude : columns[j];
+      }
   }
 }
 
-// The scales of a tile's columns, in memory of a thread.
-struct ColumnScales {
-  std::vector<uint16_t> amax, byte, below, largest, offset;
-  std::vector<uint8_t> plain;
+// The scales of many blocks and what they mean, in memory of a thread; `plain` is one of BLOCK blocks, or of each.
+struct Scales {
+  std::vector<uint16_t> amax, byte, below, largest, offset, plain;
 
-  explicit ColumnScales(int width)
-      : amax(width), byte(width), below(width), largest(width), offset(width), plain(width / BLOCK) {}
+  explicit Scales(int count) : amax(count), byte(count), below(count), largest(count), offset(count), plain(count) {}
 
-  void set(const bf16* const* rows, int count, int width, uint16_t carry) {
-    std::fill(amax.begin(), amax.end(), 0);
-    for (int r = 0; r < count; r++) raise_maxima(amax.data(), rows[r], width);
-    spread(amax.data(), (int)amax.size(), carry, byte.data(), below.data(), largest.data(), offset.data());
-    for (size_t c = 0; c < plain.size(); c++) {
-      uint16_t outside = 0;
-      for (int j = 0; j < BLOCK; j++) outside |= takes_patterns(byte[c * BLOCK + j]) ? 0 : 1;
-      plain[c] = !outside;
-    }
+  void set(const uint16_t* of, int n, uint16_t carry) {
+    spread(of, n, carry, byte.data(), below.data(), largest.data(), offset.data(), plain.data());
   }
   static void spread(const uint16_t* __restrict amax, int n, uint16_t carry, uint16_t* __restrict byte,
-                     uint16_t* __restrict below, uint16_t* __restrict largest, uint16_t* __restrict offset) {
+                     uint16_t* __restrict below, uint16_t* __restrict largest, uint16_t* __restrict offset,
+                     uint16_t* __restrict plain) {
     for (int j = 0; j < n; j++) {
       const uint16_t s = scale_byte(amax[j], carry);
       byte[j] = s;
       below[j] = below_normal(s);
       largest[j] = largest_value(s);
       offset[j] = code_offset(s);
+      plain[j] = takes_patterns(s);
     }
   }
+  INLINE RowScale at(int block) const {
+    return RowScale{byte.data() + block, below.data() + block, largest.data() + block, offset.data() + block,
+                    plain[block] != 0};
+  }
+  // Of BLOCK columns from c on; `plain[c / BLOCK]` holds for all of them once `join` has run.
   INLINE ColumnScale from(int c) const {
     return ColumnScale{byte.data() + c, below.data() + c, largest.data() + c, offset.data() + c, plain[c / BLOCK] != 0};
+  }
+  void join() {
+    for (size_t c = 0; c < plain.size() / BLOCK; c++) {
+      uint16_t all = 1;
+      for (int j = 0; j < BLOCK; j++) all &= plain[c * BLOCK + j];
+      plain[c] = all;
+    }
   }
 };
 
@@ -107,7 +127,9 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
   {
     std::vector<T> computed(Source::computed ? BLOCK * tile : 0);
     std::vector<bf16> cut(sizeof(T) == 4 ? BLOCK * tile : 0);
-    ColumnScales scales(tile);
+    const int blocks = tile / BLOCK;
+    Scales columns(tile), block_scales(blocks);
+    std::vector<uint16_t> row_amax(BLOCK * blocks);
     const Output row = row_out, col = col_out;
     const bool rows_wanted = row.wanted(), cols_wanted = col.wanted();
 #pragma omp for schedule(static)
@@ -122,28 +144,36 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
         lines[r] = sizeof(T) == 4 ? cut.data() + r * tile : (const bf16*)exact[r];
         if (sizeof(T) == 4) cut_sticky((const uint32_t*)exact[r], width, cut.data() + r * tile);
       }
+      if (cols_wanted) std::fill(columns.amax.begin(), columns.amax.end(), 0);
+      for (int r = 0; r < span.count; r++)
+        find_maxima(lines[r], width, cols_wanted ? columns.amax.data() : nullptr,
+                    rows_wanted ? row_amax.data() + r * blocks : nullptr);
       if (cols_wanted) {
-        scales.set(lines, span.count, width, carry);
+        columns.set(columns.amax.data(), tile, carry);
+        columns.join();
         uint8_t* out = col.scales + (t / tiles) * cols + c0;
-        for (int j = 0; j < width; j++) out[j] = (uint8_t)scales.byte[j];
+        for (int j = 0; j < width; j++) out[j] = (uint8_t)columns.byte[j];
       }
+      const int row_count = (width + BLOCK - 1) / BLOCK;
       for (int r = 0; r < span.count; r++) {
         const int64_t at = (span.first + r) * cols + c0;
-        uint8_t* row_scales = row.scales + (span.first + r) * row_blocks + c0 / BLOCK;
+        if (rows_wanted) {
+          block_scales.set(row_amax.data() + r * blocks, row_count, carry);
+          uint8_t* row_scales = row.scales + (span.first + r) * row_blocks + c0 / BLOCK;
+          for (int c = 0; c < row_count; c++) row_scales[c] = (uint8_t)block_scales.byte[c];
+        }
         for (int c = 0; c < width; c += BLOCK) {
           const int n = std::min(BLOCK, width - c);
-          const bf16* x = lines[r] + c;
           const T* e = exact[r] + c;
-          const RowScale scale(rows_wanted ? scale_byte(largest_of(x, n), carry) : 0);
-          if (rows_wanted) row_scales[c / BLOCK] = (uint8_t)scale.byte;
+          const RowScale scale = block_scales.at(c / BLOCK);
           if (__builtin_expect(n == BLOCK, 1)) {
-            const Rounded rounded(x);
+            const Rounded rounded(lines[r] + c);
             if (cols_wanted)
-              flags |= encode(rounded, e, scales.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
+              flags |= encode(rounded, e, columns.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
             if (rows_wanted) flags |= encode(rounded, e, scale, row.codes_at(at + c), row.values_at(at + c));
           } else {
             if (cols_wanted)
-              flags |= encode_rest(e, n, scales.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
+              flags |= encode_rest(e, n, columns.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
             if (rows_wanted) flags |= encode_rest(e, n, scale, row.codes_at(at + c), row.values_at(at + c));
           }
         }
