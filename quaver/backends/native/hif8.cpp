@@ -84,15 +84,26 @@ SCALAR static void values_of(const uint8_t* __restrict codes, int64_t n, const b
 }
 #endif
 
+// Codes of all 65,536 BF16 patterns at a scale: negative ones have the quotients of positive ones, but for the sign.
+static std::vector<uint8_t> codes_of_patterns(float scale) {
+  std::vector<uint8_t> patterns(65536);
+  const uint8_t* codes = codes_by_top_bits();
+  for (uint32_t from = 0; from < 32768; from += CHUNK) {
+    uint16_t top[CHUNK];
+    for (uint32_t j = 0; j < CHUNK; j++) top[j] = (uint16_t)(word_of(float_of((from + j) << 16) / scale) >> 19);
+    for (uint32_t j = 0; j < CHUNK; j++) {
+      patterns[from + j] = codes[top[j]];
+      patterns[32768 + from + j] = codes[top[j] ^ 0x1000];
+    }
+  }
+  return patterns;
+}
+
 template <class T>
 static void encode_tensor(const T* x, int64_t n, float scale, uint8_t* codes, bf16* values, const bf16* table,
                           int threads) {
   std::vector<uint8_t> patterns;
-  if (sizeof(T) == sizeof(bf16) && n >= TABLE_FROM) {
-    patterns.resize(65536);
-    for (uint32_t bits = 0; bits < 65536; bits++)
-      patterns[bits] = codes_by_top_bits()[word_of(float_of(bits << 16) / scale) >> 19];
-  }
+  if (sizeof(T) == sizeof(bf16) && n >= TABLE_FROM) patterns = codes_of_patterns(scale);
   const uint8_t* lookup = patterns.empty() ? nullptr : patterns.data();
 #pragma omp parallel for schedule(static) num_threads(threads) if (n > 32768)
   for (int64_t c = 0; c < (n + CHUNK - 1) / CHUNK; c++) {
