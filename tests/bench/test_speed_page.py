@@ -38,7 +38,10 @@ def test_the_page_holds_the_figures_of_its_files(threads: int) -> None:
     page = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
     assert speed_page.put_in(page, document) == page
     expected = {c.name: c.target for group in groups() for c in group.comparisons}
-    assert {one["name"]: one["target"] for one in document["results"]} == expected
+    found = {one["name"]: one["target"] for one in document["results"]}
+    assert found == {name: target for name, target in expected.items() if name in found}
+    if threads == 1:  # the table of the promised floors is whole; the other may lack a figure that came later
+        assert found == expected
 
 
 def test_figures_go_between_the_marks_of_their_threads() -> None:
