@@ -39,7 +39,9 @@ def test_every_group_runs_and_gives_all_its_figures(name: str, small: Sizes) -> 
     assert [r.name for r in results] == [c.name for c in group.comparisons]
     for result in results:
         assert result.pairs == 2
-        assert 0 < result.min <= result.ratio <= result.max < math.inf
+        assert math.isfinite(result.min) and result.min <= result.ratio <= result.max < math.inf
+        # What a save costs is a difference of two times, which noise takes below nothing.
+        assert result.min > 0 or result.name == "checkpoint.lost"
     assert told[-1] == 2
 
 
