@@ -52,6 +52,19 @@ def test_a_scale_each_expert(compiled, dtype):
     assert_equal(x.transpose(-1, -2), torch.tensor([1.0, 0.01, 1e-20, 3.0]))
 
 
+@pytest.mark.parametrize("power", [-140, -61, -60, -1, 0, 59, 60, 100])
+def test_quotients_at_the_edge_of_another_code(compiled, power):
+    """FP32 numbers next to edge * scale: a quotient that is off by its last bit comes out as another code."""
+    generator = torch.Generator().manual_seed(power + 200)
+    edges = torch.exp2(torch.arange(-25.0, 17)).unsqueeze(1) * (1 + torch.arange(16) / 16)  # five bits: all that count
+    steps = torch.arange(-3, 4, dtype=torch.int32)
+    for _ in range(40):
+        scale = ((1 + torch.rand((), generator=generator)) * 2.0**power).clamp(min=2.0**-149)
+        near = (edges.double() * scale).float().view(torch.int32).reshape(-1, 1) + steps
+        assert_equal(near.view(torch.float32), scale)
+        assert_equal(-near.view(torch.float32), scale)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bits=hnp.arrays(np.uint32, st.tuples(st.integers(1, 5), st.integers(1, 70))),
