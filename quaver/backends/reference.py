@@ -200,12 +200,10 @@ class ReferenceBackend:
                 return self._grouped_wgrad(a, b, ends, output_dtype)
             b_values = b.values if layout == "NN" else b.values.transpose(-1, -2)
             out = a.values.new_empty((left.shape[0], b_values.shape[2]), dtype=output_dtype)
-            start = 0
-            for expert, end in enumerate(ends):
-                if end > start:
-                    alpha = product(a.alpha, b.alpha, expert)
-                    multiply(a.values[start:end], b_values[expert], alpha, output_dtype, out[start:end])
-                start = end
+            parts = zip(_split(a.values, ends), b_values.unbind(), _split(out, ends))
+            for expert, (a_mat, b_mat, into) in enumerate(parts):
+                if a_mat.shape[0]:
+                    multiply(a_mat, b_mat, product(a.alpha, b.alpha, expert), output_dtype, into)
             return out
 
     @staticmethod
@@ -251,14 +249,17 @@ class ReferenceBackend:
         """[E, N, K] of a = g [S, N] and b = x [S, K]."""
         out = a.values.new_empty((len(ends), a.values.shape[1], b.values.shape[1]), dtype=output_dtype)
         alpha = product(a.alpha, b.alpha)
-        start = 0
-        for expert, end in enumerate(ends):
-            if end > start:
-                multiply(a.values[start:end].t(), b.values[start:end], alpha, output_dtype, out[expert])
+        for a_rows, b_rows, into in zip(_split(a.values, ends), _split(b.values, ends), out.unbind()):
+            if a_rows.shape[0]:
+                multiply(a_rows.t(), b_rows, alpha, output_dtype, into)
             else:
-                out[expert].zero_()
-            start = end
+                into.zero_()
         return out
+
+
+def _split(rows: torch.Tensor, ends: list[int]) -> tuple[torch.Tensor, ...]:
+    """The rows of each group."""
+    return rows.split([end - start for start, end in zip([0, *ends], ends)]) if ends else ()
 
 
 _HAS_KERNELS: dict[type, bool] = {}

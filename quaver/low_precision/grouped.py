@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from quaver.backends import GemmSite, OperandError, QuantizationRole, QuantizedOperand, UncodedOperand
-from quaver.backends.native import experts, widened
+from quaver.backends.native import experts, usable, widened
 from quaver.backends.sources import GatheredRows, RowSource, ScaledRows, SwiGLU, SwiGLUGradient
 from quaver.low_precision.dense import Weight, check_version
 from quaver.low_precision.recipe import LowPrecisionRecipe
@@ -102,9 +102,34 @@ def _picked(operand: QuantizedOperand, index_S: torch.Tensor) -> torch.Tensor:
     return operand.data.index_select(0, index_S)
 
 
+def _quantized_rows(
+    x_TH: torch.Tensor, routing: Routing, recipe: LowPrecisionRecipe, site: str, wants_col: bool
+) -> tuple[QuantizedOperand, QuantizedOperand | None]:
+    """x as the experts see it: by row, and by col where a weight's gradient will want it.
+
+    Kernels give blocks of both directions while they gather. Otherwise rows are quantised before they are copied k
+    times; and one scale without an axis makes the codes serve the token axis too.
+    """
+    ends, quantizer = routing.ends_E, recipe.quantizer(Role.INPUT_FWD, site)
+    x_SH = GatheredRows(x_TH, routing.token_S)
+    if wants_col and quantizer.spec.block is not None and _takes_sources(recipe) and usable(x_TH):
+        return recipe.quantize_pair(_for(recipe, x_SH), Role.INPUT_FWD, Role.INPUT_BWD, ends, site)
+    row = _rows(quantizer.quantize(x_TH, orientation="row"), routing.token_S)
+    if not wants_col:
+        return row, None
+    if row.scale.ndim == 0:
+        return row, row.as_orientation("col")
+    quantizer = recipe.quantizer(Role.INPUT_BWD, site)
+    return row, quantizer.quantize(_for(recipe, x_SH), orientation="col", group_list=ends)
+
+
+def _takes_sources(recipe: LowPrecisionRecipe) -> bool:
+    return bool(getattr(recipe.backend, "takes_sources", False))
+
+
 def _for(recipe: LowPrecisionRecipe, source: RowSource) -> torch.Tensor:
     """What the recipe's backend quantises: the source itself where it takes one, else its tensor."""
-    if getattr(recipe.backend, "takes_sources", False):
+    if _takes_sources(recipe):
         return cast(torch.Tensor, source)
     return source.tensor()
 
@@ -147,22 +172,17 @@ class _GroupedSwiGLU(torch.autograd.Function):
         wants_wgrad: tuple[bool, bool],
     ) -> torch.Tensor:
         gmm, dtype, ends = recipe.backend.low_precision_grouped_matmul, x_TH.dtype, routing.ends_E
-        x_row = _rows(recipe.quantizer(Role.INPUT_FWD, sites[0]).quantize(x_TH, orientation="row"), routing.token_S)
+        x_row, x_col = _quantized_rows(x_TH, routing, recipe, sites[0], wants_wgrad[0])
         site = GemmSite(sites[0], "fprop")
         h = gmm(x_row, gate_up.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
         act = _for(recipe, SwiGLU(h))
-        x_col = a_col = None
+        a_col = None
         if wants_wgrad[1]:
             a_row, a_col = recipe.quantize_pair(act, Role.INPUT_FWD, Role.INPUT_BWD, ends, sites[1])
         else:
             a_row = recipe.quantizer(Role.INPUT_FWD, sites[1]).quantize(act, orientation="row")
         site = GemmSite(sites[1], "fprop")
         y = gmm(a_row, down.select("col"), ends, layout="NN", output_dtype=dtype, site=site)
-        if wants_wgrad[0] and x_row.scale.ndim == 0:  # one scale, no axis: the codes serve the token axis too
-            x_col = x_row.as_orientation("col")
-        elif wants_wgrad[0]:
-            x_SH = _for(recipe, GatheredRows(x_TH, routing.token_S))
-            x_col = recipe.quantizer(Role.INPUT_BWD, sites[0]).quantize(x_SH, orientation="col", group_list=ends)
         saved = [t for operand in (x_col, a_col) for t in _tensors(operand)]
         ctx.save_for_backward(
             *saved, h, y, weight_Tk, routing.order_S, routing.inverse_S, routing.token_S, ends, gate_up, down

@@ -57,6 +57,13 @@ static INLINE bf16 bf16_of_float(float value) {
 static INLINE uint32_t word_of_element(uint32_t element) { return element; }        // FP32 bits
 static INLINE uint32_t word_of_element(bf16 element) { return (uint32_t)element << 16; }
 
+// Asks for the lines of BLOCK elements.
+template <class T>
+static INLINE void fetch_block(const T* x) {
+  __builtin_prefetch(x);
+  if (sizeof(T) == 4) __builtin_prefetch(x + BLOCK / 2);
+}
+
 // Transposes 8 x 8 16-bit elements: row i of `from` (rows `pitch` apart) becomes column i of `to`.
 static INLINE void transpose_8x8(const uint16_t* from, int64_t pitch, uint16_t* to, int64_t to_pitch) {
   typedef uint16_t lanes __attribute__((vector_size(16)));

@@ -1,8 +1,8 @@
 """The experts' computed sources on the kernels: SwiGLU, its gradient, gathered and weighted rows, and the sums.
 
-Bits are those of torch's operators. SiLU of BF16 is looked up in torch's own results over all bit patterns; the two
-factors of its derivative are kept only where they reproduce torch's FP32 silu_backward exactly, which depends on
-the vector code that torch runs. May import: torch, kernels, sources.
+Bits are those of torch's operators. SiLU of BF16 and its derivative start from a table of sigmoids by bit pattern; it
+is used only where what the kernels make of it is torch's SiLU over all patterns and its FP32 silu_backward exactly,
+which depends on the vector code that torch runs. May import: torch, kernels, sources.
 """
 
 from __future__ import annotations
@@ -31,37 +31,46 @@ PRODUCTS = 1 << 17  # FP32 products at a time: half a second-level cache
 class _Inputs(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("a", "b", "index", "weight", "silu", "slope")),
+        *((name, ctypes.c_void_p) for name in ("a", "b", "index", "weight", "sigmoid")),
         ("cols", ctypes.c_int64),
+        ("fused", ctypes.c_int),
     ]
 
 
 @dataclass(frozen=True)
-class _Tables:
-    silu: Tensor  # BF16 [65536]
-    slope: Tensor  # FP32 [65536, 2]
+class _Sigmoids:
+    of: Tensor  # FP32 [65536], by BF16 pattern
+    fused: bool  # the derivative has a fused multiply-add
 
 
 @cache
-def _tables() -> _Tables | None:
-    """None where torch's silu_backward is not what the kernel computes."""
+def _sigmoids() -> _Sigmoids | None:
+    """None where torch's SiLU or its derivative is not what the kernels compute."""
     with torch.inference_mode(False), torch.no_grad():
         patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         x = patterns.float()
         sigmoid = torch.sigmoid(x)
-        once = (1 + x.double() * (1 - sigmoid).double()).float()  # where the compiler fused multiply and add
-        twice = 1 + x * (1 - sigmoid)
+        if not _equal((x * sigmoid).bfloat16(), torch.nn.functional.silu(patterns)):
+            return None
         generator = torch.Generator().manual_seed(0)
-        for rest in (once, twice):
+        rest = torch.empty(65536)
+        for fused in (True, False):
+            kernels.call("quaver_silu_rest", sigmoid.data_ptr(), fused, rest.data_ptr())
             if all(_reproduces(x, sigmoid, rest, generator) for _ in range(4)):
-                return _Tables(torch.nn.functional.silu(patterns), torch.stack([sigmoid, rest], 1))
+                return _Sigmoids(sigmoid, fused)
     return None
 
 
 def _reproduces(x: Tensor, sigmoid: Tensor, rest: Tensor, generator: torch.Generator) -> bool:
     dy = torch.randn(x.shape, generator=generator)
-    wanted = torch.ops.aten.silu_backward(dy, x)
-    return torch.allclose(dy * sigmoid * rest, wanted, rtol=0, atol=0, equal_nan=True)
+    return _equal(dy * sigmoid * rest, torch.ops.aten.silu_backward(dy, x))
+
+
+def _equal(found: Tensor, wanted: Tensor) -> bool:
+    """True of the same bits, zeros' signs included; but any NaN equals any other."""
+    words = torch.int16 if found.dtype is torch.bfloat16 else torch.int32
+    same = (found.view(words) == wanted.view(words)) | (found.isnan() & wanted.isnan())
+    return bool(same.all())
 
 
 def _inputs(source: RowSource) -> tuple[_Inputs, tuple[Tensor, ...]] | None:
@@ -75,21 +84,21 @@ def _inputs(source: RowSource) -> tuple[_Inputs, tuple[Tensor, ...]] | None:
         fits = held[1].dtype is torch.int64 and held[2].dtype is torch.float32
         if not fits or not usable(*held) or not _within(held[1], held[0].shape[0]):
             return None
-        return _Inputs(0, at(held[0]), None, at(held[1]), at(held[2]), None, None, cols), held
+        return _Inputs(0, at(held[0]), None, at(held[1]), at(held[2]), None, cols, False), held
     if not isinstance(source, SwiGLU | SwiGLUGradient):
         return None
-    tables, half = _tables(), source.h.shape[1] // 2
-    if tables is None or half % LANES or not usable(source.h):
+    if not usable(source.h):
         return None
-    h = source.h.contiguous()
+    sigmoids, half = _sigmoids(), source.h.shape[1] // 2
+    if sigmoids is None or half % LANES:
+        return None
+    h, table, fused = source.h.contiguous(), sigmoids.of, sigmoids.fused
     if isinstance(source, SwiGLU):
-        held = (h, tables.silu, tables.slope)
-        return _Inputs(1, at(h), None, None, None, at(tables.silu), at(tables.slope), cols), held
+        return _Inputs(1, at(h), None, None, None, at(table), cols, fused), (h, table)
     da = source.da.contiguous()
     if not usable(da) or da.dtype is not torch.bfloat16:
         return None
-    held = (da, h, tables.silu, tables.slope)
-    return _Inputs(2, at(da), at(h), None, None, at(tables.silu), at(tables.slope), cols), held
+    return _Inputs(2, at(da), at(h), None, None, at(table), cols, fused), (da, h, table)
 
 
 def _within(index: Tensor, rows: int) -> bool:

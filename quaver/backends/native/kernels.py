@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quaver_mx_pack_rows": (_P, _P, _I, _I, _I, _P, _C),
     "quaver_mx_pack_columns": (_P, _P, _I, _I, _I, _P, _C),
     "quaver_mx_experts": (_P, _P, _I, _I, _C, _P, _P, _P, _P, _P, _P, _C),
+    "quaver_silu_rest": (_P, _C, _P, _C),
     "quaver_fill_experts": (_P, _I, _P, _P, _C),
     "quaver_combine": (_P, _P, _P, _I, _I, _I, _P, _C),
     "quaver_products": (_P, _P, _P, _I, _I, _I, _P, _C),
@@ -160,7 +161,7 @@ def quantize(
     col_scales_shape = torch.Size((*shape[:-2], -(-inner // mxfp8.BLOCK), cols))
     if ends is not None:
         groups = ends.numel()
-        col_scales_shape = torch.Size((int(mxfp8.group_scale_ends(ends)[-1]) if groups else 0, cols))
+        col_scales_shape = torch.Size((_blocks(ends.tolist()), cols))
     row_scales_shape = torch.Size((*shape[:-1], -(-cols // mxfp8.BLOCK)))
     pitch = x.stride(0) if x.dim() == 2 else cols
     arguments = (_at(x), x.dtype is torch.float32, cols, pitch, _at(index), _at(ends), groups, inner, rceil)
@@ -179,11 +180,16 @@ def quantize_computed(
     """As `quantize`, of a BF16 tensor [rows, cols] that the kernel computes from `inputs` (see experts.py)."""
     rows, cols = shape
     ends = _dense(ends)
-    blocks = -(-rows // mxfp8.BLOCK) if ends is None else int(mxfp8.group_scale_ends(ends)[-1])
+    blocks = _blocks([rows] if ends is None else ends.tolist())
     row_side = (row, torch.Size((rows, -(-cols // mxfp8.BLOCK))))
     groups = 1 if ends is None else ends.numel()
     arguments = (ctypes.byref(inputs), _at(ends), groups, rows, rceil)
     return _run("quaver_mx_experts", arguments, shape, row_side, (col, torch.Size((blocks, cols))))
+
+
+def _blocks(ends: list[int]) -> int:
+    """Column blocks of groups that end there: the last of `mxfp8.group_scale_ends`, without its tensors."""
+    return sum(-(-(end - start) // mxfp8.BLOCK) for start, end in pairwise([0, *ends]))
 
 
 _Side = tuple[Want | None, torch.Size]  # what is wanted, and the shape of its scales

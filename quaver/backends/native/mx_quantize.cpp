@@ -12,6 +12,7 @@ struct Rows {
   INLINE const T* row(int64_t r, int64_t first, int, T*) const {
     return data + (index ? index[r] : r) * stride + first;
   }
+  INLINE void fetch(int64_t r, int64_t c) const { fetch_block(data + (index ? index[r] : r) * stride + c); }
 };
 
 }  // namespace quaver

@@ -113,7 +113,8 @@ static inline std::vector<Span> spans_of(const int64_t* ends, int64_t groups, in
 }
 
 // Quantises [rows, cols]. `Source` gives rows of a tile: `row(r, first column, width, buffer)` answers a pointer to
-// `width` elements, either its own or the buffer that it has filled. Returns a set of flags: 1, or 2, if the row,
+// `width` elements, either its own or the buffer that it has filled; `fetch(r, c)` asks for the memory behind 32
+// elements of the next tile while this one is coded, so that they are there by then. Returns a set of flags: 1, or 2, if the row,
 // or the column, values are not to be used.
 template <class T, class Source>
 static int quantize(const Source& source, int64_t cols, const std::vector<Span>& spans, const Output& row_out,
@@ -155,7 +156,10 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
         for (int j = 0; j < width; j++) out[j] = (uint8_t)columns.byte[j];
       }
       const int row_count = (width + BLOCK - 1) / BLOCK;
+      const Span next = t + 1 < work ? spans[(t + 1) / tiles] : Span{0, 0};
+      const int64_t next_c0 = ((t + 1) % tiles) * tile;
       for (int r = 0; r < span.count; r++) {
+        const bool fetches = r < next.count;
         const int64_t at = (span.first + r) * cols + c0;
         if (rows_wanted) {
           block_scales.set(row_amax.data() + r * blocks, row_count, carry);
@@ -165,6 +169,7 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
         for (int c = 0; c < width; c += BLOCK) {
           const int n = std::min(BLOCK, width - c);
           const T* e = exact[r] + c;
+          if (fetches && next_c0 + c < cols) source.fetch(next.first + r, next_c0 + c);
           const RowScale scale = block_scales.at(c / BLOCK);
           if (__builtin_expect(n == BLOCK, 1)) {
             const Rounded rounded(lines[r] + c);
