@@ -30,7 +30,7 @@ from quaver.backends.contract import (
 from quaver.backends.ledger import Ledger
 from quaver.backends.native import packing
 from quaver.backends.native.kernels import Want
-from quaver.backends.products import multiply, product
+from quaver.backends.products import multiply, multiply_rows, multiply_tokens, product
 from quaver.backends.sources import RowSource, as_tensor
 from quaver.errors import CapabilityError
 
@@ -196,15 +196,11 @@ class ReferenceBackend:
             if out is not None:
                 return out
             b = codec.factors(right, wish, group_list if layout == "TN" else None)
+            alphas = (a.alpha, b.alpha)
             if layout == "TN":
-                return self._grouped_wgrad(a, b, ends, output_dtype)
-            b_values = b.values if layout == "NN" else b.values.transpose(-1, -2)
-            out = a.values.new_empty((left.shape[0], b_values.shape[2]), dtype=output_dtype)
-            parts = zip(_split(a.values, ends), b_values.unbind(), _split(out, ends))
-            for expert, (a_mat, b_mat, into) in enumerate(parts):
-                if a_mat.shape[0]:
-                    multiply(a_mat, b_mat, product(a.alpha, b.alpha, expert), output_dtype, into)
-            return out
+                return multiply_tokens(a.values, b.values, ends, alphas, output_dtype)
+            b_values = b.values if layout == "NN" else b.values.mT
+            return multiply_rows(a.values, b_values, ends, alphas, output_dtype)
 
     @staticmethod
     def _packed(
@@ -243,23 +239,6 @@ class ReferenceBackend:
                 out[start:end] = packing.linear(a.values[start:end], packed)
             start = end
         return out
-
-    @staticmethod
-    def _grouped_wgrad(a: Factors, b: Factors, ends: list[int], output_dtype: torch.dtype) -> torch.Tensor:
-        """[E, N, K] of a = g [S, N] and b = x [S, K]."""
-        out = a.values.new_empty((len(ends), a.values.shape[1], b.values.shape[1]), dtype=output_dtype)
-        alpha = product(a.alpha, b.alpha)
-        for a_rows, b_rows, into in zip(_split(a.values, ends), _split(b.values, ends), out.unbind()):
-            if a_rows.shape[0]:
-                multiply(a_rows.t(), b_rows, alpha, output_dtype, into)
-            else:
-                into.zero_()
-        return out
-
-
-def _split(rows: torch.Tensor, ends: list[int]) -> tuple[torch.Tensor, ...]:
-    """The rows of each group."""
-    return rows.split([end - start for start, end in zip([0, *ends], ends)]) if ends else ()
 
 
 _HAS_KERNELS: dict[type, bool] = {}

@@ -1,6 +1,7 @@
 """Routed experts, forward and backward: low precision over BF16 and over torchao's emulated grouped GEMM.
 
-Every expert gets the same number of tokens, so that no contestant pads. BF16 means what a BF16 run has: the
+Every expert gets a multiple of 32 tokens, so that no contestant pads: the same number of them, which lets GEMMs be
+batched, or different ones. BF16 means what a BF16 run has: the
 experts of transformers with grouped GEMMs. May import: policies, operators, models, low_precision.
 """
 
@@ -24,6 +25,8 @@ from quaver.bench.timing import Contestant
 from quaver.low_precision import quantize_weights, refresh
 from quaver.models import DeepseekV3LowPrecisionExperts
 from quaver.models.build import EXPERTS_IMPLEMENTATION
+
+UNEVEN = ", uneven"  # behind the name of a contestant whose experts have different numbers of tokens
 
 
 def even_routing(tokens: int, experts: int, top_k: int) -> torch.Tensor:
@@ -50,35 +53,52 @@ def source_experts(sizes: Sizes, dtype: torch.dtype) -> DeepseekV3Experts:
     return experts.to(dtype)
 
 
+def uneven_routing(tokens: int, experts: int, top_k: int) -> torch.Tensor:
+    """int64 [tokens, top_k]: no expert has as many tokens as its neighbour, each a multiple of 32."""
+    even = tokens * top_k // experts
+    shift = [32 * (1 + pair % 4) for pair in range(experts // 2)]
+    counts = [even] * experts
+    for pair, more in enumerate(shift):
+        counts[2 * pair] += min(more, even // 2 // 32 * 32)
+        counts[2 * pair + 1] -= min(more, even // 2 // 32 * 32)
+    chosen = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
+    return chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(3))].view(tokens, top_k)
+
+
 @contextmanager
 def expert_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping[str, Contestant]]:
     """Gradients of inputs, routing weights and both weights; low-precision ones with their refresh."""
     x = drawn(sizes.tokens, sizes.hidden, seed=7).bfloat16().requires_grad_()
     toward = drawn(sizes.tokens, sizes.hidden, scale=1e-3, seed=8).bfloat16()
-    index = even_routing(sizes.tokens, sizes.experts, sizes.top_k)
+    routings = {
+        "": even_routing(sizes.tokens, sizes.experts, sizes.top_k),
+        UNEVEN: uneven_routing(sizes.tokens, sizes.experts, sizes.top_k),
+    }
     weight = torch.softmax(drawn(sizes.tokens, sizes.top_k, seed=9), -1).bfloat16().requires_grad_()
 
-    def step(module: nn.Module) -> None:
+    def step(module: nn.Module, index: torch.Tensor) -> None:
         wanted = (x, weight, module.get_parameter("gate_up_proj"), module.get_parameter("down_proj"))
         torch.autograd.grad(module(x, index, weight), wanted, toward)
 
-    def refreshed_step(module: nn.Module) -> None:
+    def refreshed_step(module: nn.Module, index: torch.Tensor) -> None:
         refresh(module)
-        step(module)
+        step(module, index)
 
     contestants: dict[str, Contestant] = {}
-    if "bf16" in needed:
-        plain = source_experts(sizes, torch.bfloat16)
-        contestants["bf16"] = partial(step, plain)
-    for fmt in {"mxfp8", "hif8"} & needed:
-        source = source_experts(sizes, torch.float32)
-        made = DeepseekV3LowPrecisionExperts.from_experts(source, fqn="experts", policy=policy(fmt))
-        quantize_weights(made)
-        contestants[fmt] = partial(refreshed_step, made)
-    if "torchao" in needed:
-        source = source_experts(sizes, torch.float32)
-        peer = torchao_peer.Experts(source.gate_up_proj.detach(), source.down_proj.detach())
-        contestants["torchao"] = partial(step, peer)
+    for suffix, index in routings.items():
+        if f"bf16{suffix}" in needed:
+            plain = source_experts(sizes, torch.bfloat16)
+            contestants[f"bf16{suffix}"] = partial(step, plain, index)
+        for fmt in ("mxfp8", "hif8"):
+            if f"{fmt}{suffix}" in needed:
+                source = source_experts(sizes, torch.float32)
+                made = DeepseekV3LowPrecisionExperts.from_experts(source, fqn="experts", policy=policy(fmt))
+                quantize_weights(made)
+                contestants[f"{fmt}{suffix}"] = partial(refreshed_step, made, index)
+        if f"torchao{suffix}" in needed:
+            source = source_experts(sizes, torch.float32)
+            peer = torchao_peer.Experts(source.gate_up_proj.detach(), source.down_proj.detach())
+            contestants[f"torchao{suffix}"] = partial(step, peer, index)
     yield contestants
 
 
@@ -94,16 +114,18 @@ def experts_group() -> Group:
         )
         for fmt, target in (("mxfp8", 1.12), ("hif8", None))
     ]
+    what = "MXFP8 experts over our BF16 experts, where no two neighbours have equally many tokens"
+    rows.append(Comparison("experts.mxfp8.over_bf16_uneven", f"mxfp8{UNEVEN}", f"bf16{UNEVEN}", None, what))
     return Group("experts", tuple(rows), turns(expert_contestants))
 
 
 def experts_peer_group() -> Group:
     """Over torchao's emulation, in turns of its own as the dense layer is."""
-    row = Comparison(
-        "experts.mxfp8.over_torchao",
-        "mxfp8",
-        "torchao",
-        0.25,
-        "MXFP8 experts, forward and backward, over torchao's emulated grouped GEMM (FLOOR)",
+    what = "MXFP8 experts, forward and backward, over torchao's emulated grouped GEMM (FLOOR)"
+    even = Comparison("experts.mxfp8.over_torchao", "mxfp8", "torchao", 0.25, what)
+    what = "The same, where no two neighbours have equally many tokens"
+    uneven = Comparison(
+        "experts.mxfp8.over_torchao_uneven", f"mxfp8{UNEVEN}", f"torchao{UNEVEN}", None, what
     )
-    return Group("experts, peers", (row,), turns(expert_contestants), peers={"torchao": torchao_peer.PACKAGE})
+    peers = dict.fromkeys(("torchao", f"torchao{UNEVEN}"), torchao_peer.PACKAGE)
+    return Group("experts, peers", (even, uneven), turns(expert_contestants), peers=peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from quaver.bench import groups, run_bench, torchao_peer
-from quaver.bench.experts import even_routing, source_experts
+from quaver.bench.experts import even_routing, source_experts, uneven_routing
 from quaver.bench.floor import bare_gemms
 from quaver.bench.operators import drawn
 from quaver.bench.policies import policy
@@ -39,10 +40,21 @@ def test_every_group_runs_and_gives_all_its_figures(name: str, small: Sizes) -> 
     assert [r.name for r in results] == [c.name for c in group.comparisons]
     for result in results:
         assert result.pairs == 2
-        assert math.isfinite(result.min) and result.min <= result.ratio <= result.max < math.inf
+        assert math.isfinite(result.min)
+        assert result.min <= result.ratio <= result.max < math.inf
         # What a save costs is a difference of two times, which noise takes below nothing.
         assert result.min > 0 or result.name == "checkpoint.lost"
     assert told[-1] == 2
+
+
+@pytest.mark.parametrize("sizes", [(2048, 16, 4), (128, 4, 2), (512, 8, 2)], ids=str)
+def test_uneven_experts_have_whole_blocks_and_no_neighbour_of_their_length(sizes: tuple[int, int, int]) -> None:
+    tokens, experts, top_k = sizes
+    counts = torch.bincount(uneven_routing(*sizes).flatten(), minlength=experts).tolist()
+    assert sum(counts) == tokens * top_k
+    assert all(a != b for a, b in pairwise(counts))
+    if tokens * top_k // experts % 32 == 0:
+        assert all(count % 32 == 0 and count > 0 for count in counts)
 
 
 def test_a_second_run_in_one_process_finds_the_settings_as_they_were(small: Sizes) -> None:

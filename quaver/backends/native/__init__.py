@@ -1,7 +1,7 @@
 """The reference backend's CPU kernels: C++ behind a plain C ABI, compiled on first use, equal to the torch codecs.
 
-Reading order: bits.h, mx_lanes.h, mx_quantize.h, mx_quantize.cpp, mx_decode.cpp, mx_experts.cpp,
-hif8_codes.h, hif8_lanes.h, hif8.cpp, widen.cpp; build.py, kernels.py, packing.py, experts.py, memory.py. May import: torch, formats.
+Reading order: bits.h, mx_lanes.h, mx_quantize.h, mx_quantize.cpp, mx_decode.cpp, mx_experts.cpp, hif8_codes.h,
+hif8_lanes.h, hif8.cpp, widen.cpp; build.py, kernels.py, packing.py, experts.py, memory.py. May import: torch, formats.
 """
 
 from quaver.backends.native.build import KernelStatus, find_compiler, trial
