@@ -17,7 +17,7 @@ import torch
 from quaver.assembly import Assembly, assemble
 from quaver.backends.native import keep_freed_pages
 from quaver.config import Override, RunConfig, load_config
-from quaver.data import Loader, PreparedData, prepare_data, validation_batches
+from quaver.data import Loader, PreparedData, prepare_data
 from quaver.distributed import (
     gather_rows,
     init_world,
@@ -34,7 +34,6 @@ from quaver.report import render_report
 from quaver.training.checkpoints import RunCheckpoints, cut_metrics
 from quaver.training.device import training_device
 from quaver.training.disk import not_written, write_json
-from quaver.training.evaluate import Validation, continuation, validate
 from quaver.training.events import REPORT, Observer, RunResult, RunStart, Silent
 from quaver.training.interrupt import StopRequest
 from quaver.training.metrics import MetricsWriter
@@ -44,6 +43,7 @@ from quaver.training.progress import Progress
 from quaver.training.proof import Proof, sum_expert_tokens
 from quaver.training.run_folder import environment, write_config, write_tokenizer
 from quaver.training.step import StepResult, scheduled_lr, train_step
+from quaver.training.validations import Validations
 
 
 def train(
@@ -106,7 +106,6 @@ class Trainer:
         self.rank, self.ranks = 0, 1
         self.progress = Progress()
         self.started_at = 0  # step of the checkpoint that this process went on from
-        self.last_validation: tuple[int, Validation] | None = None
 
     def run(self, out: str | os.PathLike[str] | None = None, *, resume: bool = False) -> RunResult:
         """Prepares, builds and trains; the folder is made once nothing but training can fail."""
@@ -193,6 +192,16 @@ class Trainer:
         metrics = MetricsWriter(
             self.folder / "metrics.jsonl" if self.rank == 0 else None,
             self.folder / "tensorboard" if self.config.training.tensorboard and self.rank == 0 else None,
+        )
+        self.validations = Validations(
+            self.config,
+            self.assembly,
+            self.data,
+            self.progress,
+            self.observer,
+            metrics,
+            rank=self.rank,
+            ranks=self.ranks,
         )
         try:
             return self._loop(metrics, stop)
@@ -290,23 +299,20 @@ class Trainer:
 
     def _loop(self, metrics: MetricsWriter, stop: StopRequest) -> RunResult:
         last = self._last_step()
-        every = self.config.training.validate_every
         progress = self.progress
         try:
-            if every and progress.step % every == 0 and progress.step < last:
-                self._validate_when_due(metrics)
+            self.validations.when_due(last_step=last)
             while progress.step < last and not self._stop_requested(stop):
                 result = self._one_step(metrics)
                 if progress.step == self.started_at + 1:
                     self.proof.check(progress.step, result)
-                if every and progress.step % every == 0 and progress.step < last:
-                    self._validate_when_due(metrics)
+                self.validations.when_due(last_step=last)
                 if progress.step < last:
                     self.checkpoints.after_step(progress)
             trained = progress.step > self.started_at or progress.step == 0
             if trained:
                 self.checkpoints.at_end(progress)
-            self._validate(metrics)
+            held = self.validations.now()
             self.proof.check(progress.step)
             sum_expert_tokens(self.assembly.ledger)
         except Exception:
@@ -314,10 +320,7 @@ class Trainer:
             raise
         if trained:
             self._write_ledger()
-        assert self.last_validation is not None
-        return RunResult(
-            self.folder, progress.step, self.last_validation[1].loss, interrupted=progress.step < last
-        )
+        return RunResult(self.folder, progress.step, held.loss, interrupted=progress.step < last)
 
     def _stop_requested(self, stop: StopRequest) -> bool:
         """True on every rank as soon as one was asked to stop: all end after the same step."""
@@ -349,51 +352,6 @@ class Trainer:
                 where=f"step {progress.step}: loss {result.loss}, gradient norm {result.grad_norm}",
                 remedy="lower optimizer.lr, lengthen the warm-up, or look at the data of these steps",
             )
-        return result
-
-    def _validate_when_due(self, metrics: MetricsWriter) -> None:
-        """A validation of the schedule: a checkpoint knows of it, so that a resumed run does not repeat it."""
-        if self.progress.validated_step == self.progress.step:
-            held = Validation(self.progress.val_loss, self.progress.val_bpb)
-            self.last_validation = (self.progress.step, held)
-            return
-        held = self._validate(metrics)
-        self.progress.validated_step = self.progress.step
-        self.progress.val_loss, self.progress.val_bpb = held.loss, held.bits_per_byte
-
-    def _validate(self, metrics: MetricsWriter) -> Validation:
-        step = self.progress.step
-        if self.last_validation is not None and self.last_validation[0] == step:
-            return self.last_validation[1]
-        self.observer.on_stage("validating", 0, None)
-        training, seq_len = self.config.training, self.config.data.seq_len
-        batches = validation_batches(
-            self.data.validation,
-            seq_len=seq_len,
-            batch_size=training.micro_batch_size,
-            count=training.validation_batches,
-        )
-        result = validate(self.assembly.model, batches, rank=self.rank, ranks=self.ranks)
-        self.last_validation = (step, result)
-        metrics.write({"step": step, "val_loss": result.loss, "val_bpb": result.bits_per_byte})
-        samples = [
-            {
-                "prompt": prompt,
-                "text": continuation(
-                    self.assembly.model,
-                    self.data.tokenizer,
-                    prompt,
-                    tokens=training.sample_tokens,
-                    window=seq_len,
-                    seed=self.config.seed,
-                ),
-            }
-            for prompt in training.sample_prompts
-            if training.sample_tokens
-        ]
-        if samples:
-            metrics.write({"step": step, "samples": samples})
-        self.observer.on_validation(step, result, samples)
         return result
 
     def _write_ledger(self) -> None:
