@@ -65,6 +65,8 @@ test-paths: setup ## the equalities once more without the C++ kernels, and with 
 	@echo "test-paths: pure torch (QUAVER_KERNELS=off)"
 	@QUAVER_KERNELS=off OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) $(PATHS)
 	@echo "test-paths: kernels, torch and oneDNN held to AVX2"
+	@QUAVER_KERNEL_MARCH=x86-64-v3 $(BIN)/python -c "import sys; from quaver.backends import native; \
+	  s = native.status(); sys.exit(None if s.path == 'native' else 'test-paths: no kernels for AVX2: ' + s.reason)"
 	@QUAVER_KERNEL_MARCH=x86-64-v3 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 \
 	  OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(JOBS) $(PATHS)
 

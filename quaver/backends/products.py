@@ -1,6 +1,6 @@
 """Products of exact GEMM factors: FP32 accumulation, one alpha, one rounding; one by one, or group by group.
 
-Neighbouring groups of equal length go into one batched product, whose bits are those of its parts: a product of 512
+Neighbouring groups of equal length go into one batched product where its bits are those of its parts: a product of 512
 rows then takes 3 % less, one of 16 rows a quarter. May import: torch.
 """
 
@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 Alpha = torch.Tensor | float | None
+Alphas = tuple[torch.Tensor | None, torch.Tensor | None]
+
+ONEDNN_FROM = 16 * 16 * 16
+"""Multiplications above which torch gives a BF16 product to oneDNN, where it takes BF16 at all."""
+
+
+@cache
+def onednn_multiplies() -> bool:
+    """True if torch gives BF16 products of CPU tensors to oneDNN, whose sums do not depend on how operands lie."""
+    # a private operator: without it nothing is taken for granted
+    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    return known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _laid_out(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operands with the contracted axis dense in memory, where torch's own BF16 products add up in an order that
+    depends on it: a result belongs to numbers, not to where they lie."""
+    if a.dtype is not torch.bfloat16 or a.device.type != "cpu" or onednn_multiplies():
+        return a, b
+    return a.contiguous(), b.mT.contiguous().mT
 
 
 def product(a: torch.Tensor | None, b: torch.Tensor | None, expert: int | None = None) -> Alpha:
@@ -56,6 +77,7 @@ def multiply(
             return multiply(a, b, alpha, output_dtype, out)
         finally:
             cuda.allow_bf16_reduced_precision_reduction = True
+    a, b = _laid_out(a, b)
     if a.dtype is torch.bfloat16 and alpha is not None:
         if isinstance(alpha, float):
             # alpha inside the GEMM: the FP32 accumulate is scaled before the one rounding, with no copy
@@ -88,28 +110,38 @@ class _Run(NamedTuple):
         return slice(self.group, self.group + self.groups)
 
 
-def _runs(ends: list[int], *, batched: bool) -> Iterator[_Run]:
-    """The groups in order, as many at a time as are equally long; or each by itself."""
+def _runs(ends: list[int], each: int) -> Iterator[_Run]:
+    """The groups in order, as many at a time as are equally long and may share a call.
+
+    Args:
+        ends: cumulative.
+        each: multiplications a row; 0: every group goes by itself.
+    """
     starts = [0, *ends]
     group = 0
     while group < len(ends):
         rows, after = ends[group] - starts[group], group + 1
-        while batched and after < len(ends) and ends[after] - starts[after] == rows:
+        shares = rows == 0 or rows * each > ONEDNN_FROM
+        while shares and after < len(ends) and ends[after] - starts[after] == rows:
             after += 1
         yield _Run(group, after - group, starts[group], rows)
         group = after
 
 
-def _batches(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, output_dtype: torch.dtype) -> bool:
-    """Whether products may share a call: a scale belongs to one of them, and FP32 ones are added up differently."""
-    return alpha is None and a.dtype is b.dtype is output_dtype is torch.bfloat16 and a.device.type == "cpu"
+def _each(a: torch.Tensor, b: torch.Tensor, alphas: Alphas, output_dtype: torch.dtype) -> int:
+    """Multiplications a row of products that may share a call; 0 where none may.
+
+    A scale belongs to one product, and FP32 ones are added up differently; so are those that oneDNN does not get.
+    """
+    plain = alphas == (None, None) and a.dtype is b.dtype is output_dtype is torch.bfloat16
+    return a.shape[-1] * b.shape[-1] if plain and a.device.type == "cpu" and onednn_multiplies() else 0
 
 
 def multiply_rows(
     a: torch.Tensor,
     b: torch.Tensor,
     ends: list[int],
-    alphas: tuple[torch.Tensor | None, torch.Tensor | None],
+    alphas: Alphas,
     output_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Each group's rows of a [S, K] times its own b [E, K, N]: [S, N]. Groups without rows add none.
@@ -117,8 +149,7 @@ def multiply_rows(
     `alphas`: the scales of a and b, 0-d or [E].
     """
     out = a.new_empty((a.shape[0], b.shape[2]), dtype=output_dtype)
-    scaled = alphas[0] if alphas[0] is not None else alphas[1]
-    for run in _runs(ends, batched=_batches(a, b, scaled, output_dtype)):
+    for run in _runs(ends, _each(a, b, alphas, output_dtype)):
         if run.rows and run.groups > 1:
             shape = (run.groups, run.rows, -1)
             multiply(a[run.span].view(shape), b[run.members], None, output_dtype, out[run.span].view(shape))
@@ -132,7 +163,7 @@ def multiply_tokens(
     a: torch.Tensor,
     b: torch.Tensor,
     ends: list[int],
-    alphas: tuple[torch.Tensor | None, torch.Tensor | None],
+    alphas: Alphas,
     output_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Each group's rows of a [S, N], turned, times those of b [S, K]: [E, N, K], zeros where a group has none.
@@ -141,8 +172,7 @@ def multiply_tokens(
     """
     out = a.new_empty((len(ends), a.shape[1], b.shape[1]), dtype=output_dtype)
     alpha = product(*alphas)
-    scaled = alphas[0] if alphas[0] is not None else alphas[1]
-    for run in _runs(ends, batched=_batches(a, b, scaled, output_dtype)):
+    for run in _runs(ends, _each(a, b, alphas, output_dtype)):
         if not run.rows:
             out[run.members].zero_()
         elif run.groups > 1:

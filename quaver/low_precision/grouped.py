@@ -4,8 +4,9 @@
     y_SH  = act_SF(row) . down[E,F,H](col)         out_TH = sum_k weight_Tk * y
 
 S = T * k rows, one per token and chosen expert, sorted by expert; `ends` are the groups' cumulative ends. Row
-quantisation is per token, so x is quantised once before the rows are copied k times; `col` blocks run along the
-rows and restart at each expert. Weights are seen as the grouped GEMM sees them, [E, K, N], and stored [E, N, K].
+quantisation is per token, so x is quantised once before the rows are copied k times, unless a kernel that gathers
+makes both directions in one pass; `col` blocks run along the rows and restart at each expert. Weights are seen as the
+grouped GEMM sees them, [E, K, N], and stored [E, N, K].
 Knows nothing of any model. May import: backends, recipe, dense (version check).
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quaver.backends.products import multiply_rows, multiply_tokens
+from quaver.backends.products import ONEDNN_FROM, multiply, multiply_rows, multiply_tokens, onednn_multiplies
 
 COUNTS = [[5, 5, 5], [5, 5, 0, 0, 3, 3, 3, 5], [0, 0, 7], [7], [0, 0], [], [1, 2, 3], [4, 4, 0]]
 K, N = 64, 96
@@ -43,7 +43,7 @@ def test_rows_times_each_groups_own_matrix(counts, transposed):
     if transposed:
         w = w.mT.contiguous().mT
     found = multiply_rows(x, w, list(accumulate(counts)), (None, None), torch.bfloat16)
-    wanted = [torch.mm(rows, w[e]) for e, rows in enumerate(parts(x, counts))]
+    wanted = [multiply(rows, w[e], None, torch.bfloat16) for e, rows in enumerate(parts(x, counts))]
     assert torch.equal(found, torch.cat(wanted) if wanted else x.new_empty(0, N))
 
 
@@ -53,11 +53,39 @@ def test_rows_turned_times_rows(counts):
     found = multiply_tokens(g, x, list(accumulate(counts)), (None, None), torch.bfloat16)
     assert found.shape == (len(counts), N, K)
     for one, g_rows, x_rows in zip(found, parts(g, counts), parts(x, counts)):
-        assert torch.equal(one, torch.mm(g_rows.t(), x_rows) if len(g_rows) else torch.zeros(N, K).bfloat16())
+        alone = multiply(g_rows.t(), x_rows, None, torch.bfloat16) if len(g_rows) else torch.zeros(N, K).bfloat16()
+        assert torch.equal(one, alone)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 13, 16])
+@pytest.mark.parametrize(("K", "N"), [(16, 16), (32, 32), (48, 64), (64, 64), (64, 96)])
+def test_small_products_do_not_depend_on_their_neighbours(K, N, rows):
+    """torch multiplies small matrices by itself, and adds up in another order than oneDNN."""
+    for seed in range(20):
+        counts = [rows] * 8
+        ends, x, w = list(accumulate(counts)), drawn(8 * rows, K, seed=seed), drawn(8, N, K, seed=seed + 50).mT
+        found = multiply_rows(x, w, ends, (None, None), torch.bfloat16)
+        alone = [multiply(part, w[e], None, torch.bfloat16) for e, part in enumerate(x.split(rows))]
+        assert torch.equal(found, torch.cat(alone))
+        g = drawn(8 * rows, N, seed=seed + 99)
+        for one, g_rows, x_rows in zip(
+            multiply_tokens(g, x, ends, (None, None), torch.bfloat16), g.split(rows), x.split(rows)
+        ):
+            assert torch.equal(one, multiply(g_rows.t(), x_rows, None, torch.bfloat16))
+
+
+def test_a_product_does_not_depend_on_where_its_operands_lie():
+    x, w = drawn(64, 512), drawn(512, 352, seed=1)
+    wanted = multiply(x, w, None, torch.bfloat16)
+    turned = multiply(x.t().contiguous().t(), w.t().contiguous().t(), None, torch.bfloat16)
+    assert torch.equal(turned, wanted)
+    assert torch.equal(multiply(x, w.t().contiguous().t(), None, torch.bfloat16), wanted)
+
+
+@pytest.mark.skipif(not onednn_multiplies(), reason="this torch does not give BF16 products to oneDNN")
 def test_neighbours_of_equal_length_share_a_call():
     counts = [5, 5, 0, 3, 3, 3, 5]
+    assert min(count for count in counts if count) * K * N > ONEDNN_FROM
     ends, x, g = list(accumulate(counts)), drawn(sum(counts), K), drawn(sum(counts), N)
     with Counted() as counted:
         multiply_rows(x, drawn(len(counts), K, N), ends, (None, None), torch.bfloat16)

@@ -28,6 +28,10 @@ LARGEST_K = 16
 PRODUCTS = 1 << 17  # FP32 products at a time: half a second-level cache
 
 
+GRAIN = 1 << 15
+"""Elements from which on torch shares one sum among threads."""
+
+
 class _Inputs(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int),
@@ -47,13 +51,13 @@ class _Sigmoids:
 def _sigmoids() -> _Sigmoids | None:
     """None where torch's SiLU or its derivative is not what the kernels compute."""
     with torch.inference_mode(False), torch.no_grad():
-        patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        patterns = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
         x = patterns.float()
         sigmoid = torch.sigmoid(x)
         if not _equal((x * sigmoid).bfloat16(), torch.nn.functional.silu(patterns)):
             return None
-        generator = torch.Generator().manual_seed(0)
-        rest = torch.empty(65536)
+        generator = torch.Generator("cpu").manual_seed(0)
+        rest = kernels.buffer(65536, torch.float32)
         for fused in (True, False):
             kernels.call("quaver_silu_rest", sigmoid.data_ptr(), fused, rest.data_ptr())
             if all(_reproduces(x, sigmoid, rest, generator) for _ in range(4)):
@@ -62,7 +66,7 @@ def _sigmoids() -> _Sigmoids | None:
 
 
 def _reproduces(x: Tensor, sigmoid: Tensor, rest: Tensor, generator: torch.Generator) -> bool:
-    dy = torch.randn(x.shape, generator=generator)
+    dy = kernels.buffer(x.shape, torch.float32).normal_(generator=generator)
     return _equal(dy * sigmoid * rest, torch.ops.aten.silu_backward(dy, x))
 
 
@@ -132,7 +136,7 @@ def fill(source: RowSource) -> tuple[Tensor, Tensor] | None:
     found = _inputs(source)
     if found is None:
         return None
-    out, amax = torch.empty(source.shape, dtype=torch.bfloat16), torch.zeros(())
+    out, amax = kernels.buffer(source.shape, torch.bfloat16), kernels.buffer((), torch.float32).zero_()
     if out.numel():
         kernels.call(
             "quaver_fill_experts", ctypes.byref(found[0]), out.shape[0], out.data_ptr(), amax.data_ptr()
@@ -156,7 +160,7 @@ def combine(y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor | None:
     tokens, k = place.shape
     if k >= LARGEST_K or y.shape[1] % LANES or not y.numel() or not _within(place, y.shape[0]):
         return None
-    out = torch.empty((tokens, y.shape[1]), dtype=torch.bfloat16)
+    out = kernels.buffer((tokens, y.shape[1]), torch.bfloat16)
     kernels.call(
         "quaver_combine",
         y.data_ptr(),
@@ -181,9 +185,12 @@ def dots(y: Tensor, place: Tensor, g: Tensor) -> Tensor | None:
     if y.dtype is not torch.bfloat16 or g.dtype is not torch.bfloat16 or not _within(place, y.shape[0]):
         return None
     (tokens, k), cols = place.shape, y.shape[1]
-    out = torch.empty((tokens, k))
     step = max(1, PRODUCTS * torch.get_num_threads() // (k * cols))
-    products = torch.empty((min(step, tokens), k, cols))
+    alone = k == 1 and tokens > 1 and (step == 1 or tokens % step == 1)  # a piece of one row
+    if alone and cols >= GRAIN and torch.get_num_threads() > 1:
+        return None  # torch would sum that row in as many parts as there are threads
+    out = kernels.buffer((tokens, k), torch.float32)
+    products = kernels.buffer((min(step, tokens), k, cols), torch.float32)
     for start in range(0, tokens, step):
         some = place[start : start + step]
         part = products[: len(some)]

@@ -7,6 +7,7 @@ is for the pure-torch codecs, which define the numbers. May import: torch, build
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from enum import Enum, auto
 from functools import cache
 from itertools import pairwise
@@ -22,7 +23,7 @@ from quaver.formats import hif8, mxfp8
 _P, _I, _C = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quaver_mx_quantize": (_P, _C, _I, _I, _P, _P, _I, _I, _C, _P, _P, _P, _P, _P, _P, _C),
-    "quaver_mx_decode_rows": (_P, _P, _P, _I, _I, _P, _C),
+    "quaver_mx_decode_rows": (_P, _P, _I, _I, _P, _C),
     "quaver_mx_decode_columns": (_P, _P, _I, _P, _I, _I, _P, _C),
     "quaver_mx_pack_rows": (_P, _P, _I, _I, _I, _P, _C),
     "quaver_mx_pack_columns": (_P, _P, _I, _I, _I, _P, _C),
@@ -102,6 +103,11 @@ def call(name: str, *arguments: Any) -> int:
     library = _load()[0]
     assert library is not None  # callers ask `usable` first
     return getattr(library, name)(*arguments, torch.get_num_threads()) or 0
+
+
+def buffer(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor that a kernel writes to: on the CPU and of this dtype, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 LARGE = 1 << 19
@@ -222,9 +228,9 @@ def _buffers(shape: torch.Size, want: Want | None, scales: torch.Size) -> _Buffe
     if want is None:
         return None, None, None
     return (
-        torch.empty(shape, dtype=torch.uint8, device="cpu") if want.codes else None,
-        torch.empty(scales, dtype=torch.uint8, device="cpu"),
-        torch.empty(shape, dtype=torch.bfloat16, device="cpu") if want.values else None,
+        buffer(shape, torch.uint8) if want.codes else None,
+        buffer(scales, torch.uint8),
+        buffer(shape, torch.bfloat16) if want.values else None,
     )
 
 
@@ -241,22 +247,20 @@ def ends_fit(ends: Tensor, rows: int) -> bool:
     return found[0] >= 0 and found[-1] == rows and all(a <= b for a, b in pairwise(found))
 
 
-def decode_rows(codes: Tensor, scales: Tensor, index: Tensor | None = None) -> Tensor | None:
-    """BF16 values of MXFP8 codes [*, K] in row blocks, of the rows `index` if given; None where BF16 would lose."""
-    codes, scales, index = codes.contiguous(), scales.contiguous(), _dense(index)
-    shape = codes.shape if index is None else torch.Size((index.numel(), codes.shape[-1]))
-    out = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+def decode_rows(codes: Tensor, scales: Tensor) -> Tensor | None:
+    """BF16 values of MXFP8 codes [*, K] in row blocks; None where BF16 would lose something."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    out = buffer(codes.shape, torch.bfloat16)
     if out.numel() == 0:
         return out
-    rows = shape[:-1].numel()
-    unsafe = call("quaver_mx_decode_rows", _at(codes), _at(scales), _at(index), rows, shape[-1], _at(out))
+    unsafe = call("quaver_mx_decode_rows", _at(codes), _at(scales), codes.shape[:-1].numel(), codes.shape[-1], _at(out))
     return None if unsafe else out
 
 
 def decode_columns(codes: Tensor, scales: Tensor, ends: Tensor | None = None) -> Tensor | None:
     """BF16 values of MXFP8 codes [*, A, B] in column blocks, restarting at `ends`; None where BF16 would lose."""
     codes, scales, ends = codes.contiguous(), scales.contiguous(), _dense(ends)
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device="cpu")
+    out = buffer(codes.shape, torch.bfloat16)
     if out.numel() == 0:
         return out
     inner, cols = codes.shape[-2:]
@@ -284,7 +288,7 @@ def amax(x: Tensor) -> Tensor:
     """FP32 largest magnitude: 0-d of a 2-D tensor, [E] of a 3-D one; 0 where empty, NaN if there is one."""
     x = x.detach().contiguous()
     batch = x.shape[0] if x.dim() == 3 else 1
-    out = torch.zeros(batch, dtype=torch.float32, device="cpu")
+    out = buffer(batch, torch.float32).zero_()
     if x.numel():
         call("quaver_amax", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, _at(out))
     return out if x.dim() == 3 else out[0]
@@ -295,8 +299,8 @@ def hif8_scales(x: Tensor, format_max: float) -> Tensor:
     x = x.detach().contiguous()
     batch = x.shape[0] if x.dim() == 3 else 1
     if not x.numel():
-        return torch.ones(batch if x.dim() == 3 else (), device="cpu")
-    out = torch.empty(batch if x.dim() == 3 else (), device="cpu")
+        return buffer(batch if x.dim() == 3 else (), torch.float32).fill_(1.0)
+    out = buffer(batch if x.dim() == 3 else (), torch.float32)
     call("quaver_hif8_scales", _at(x), x.dtype is torch.float32, batch, x.numel() // batch, format_max, _at(out))
     return out
 
@@ -304,8 +308,8 @@ def hif8_scales(x: Tensor, format_max: float) -> Tensor:
 def hif8_quantize(x: Tensor, scale: Tensor, *, want: Want) -> Quantized:
     """HiF8 codes of x / scale and their BF16 values, as wanted; one FP32 scale, or one per leading index of 3-D."""
     x, scale = x.detach().contiguous(), scale.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu") if want.codes else None
-    decoded = torch.empty(x.shape, dtype=torch.bfloat16, device="cpu") if want.values else None
+    codes = buffer(x.shape, torch.uint8) if want.codes else None
+    decoded = buffer(x.shape, torch.bfloat16) if want.values else None
     batch = scale.numel()
     if x.numel():
         table = hif8.decode_table(torch.bfloat16)
@@ -317,7 +321,7 @@ def hif8_quantize(x: Tensor, scale: Tensor, *, want: Want) -> Quantized:
 def hif8_decode(codes: Tensor) -> Tensor:
     """BF16 values of HiF8 codes, contiguous."""
     codes = codes.contiguous()
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device="cpu")
+    out = buffer(codes.shape, torch.bfloat16)
     call("quaver_hif8_decode", _at(codes), codes.numel(), _at(hif8.decode_table(torch.bfloat16)), _at(out))
     return out
 
@@ -326,7 +330,7 @@ def hif8_decode_transposed(codes: Tensor) -> Tensor:
     """BF16 values of HiF8 codes [*, A, B] as contiguous [*, B, A]."""
     codes = codes.contiguous()
     *leading, rows, cols = codes.shape
-    out = torch.empty((*leading, cols, rows), dtype=torch.bfloat16, device="cpu")
+    out = buffer((*leading, cols, rows), torch.bfloat16)
     batch = codes.shape[:-2].numel()
     table = hif8.decode_table(torch.bfloat16)
     call("quaver_hif8_decode_transposed", _at(codes), batch, rows, cols, _at(table), _at(out))

@@ -72,18 +72,16 @@ static INLINE uint32_t read_scales(const uint8_t* __restrict scales, int width, 
 
 using namespace quaver;
 
-// Row blocks: codes [*, cols] picked by `index` if there is one, scales [*, ceil(cols / 32)] -> out [rows, cols].
-QUAVER_API int quaver_mx_decode_rows(const uint8_t* codes, const uint8_t* scales, const int64_t* index, int64_t rows,
-                                     int64_t cols, bf16* out, int threads) {
+// Row blocks: codes [rows, cols], scales [rows, ceil(cols / 32)] -> out [rows, cols].
+QUAVER_API int quaver_mx_decode_rows(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols, bf16* out,
+                                     int threads) {
   const int64_t blocks = (cols + BLOCK - 1) / BLOCK;
   uint32_t unsafe = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : unsafe) if (rows * cols > 32768)
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t from = index ? index[r] : r;
     for (int64_t b = 0; b < blocks; b++) {
-      const int64_t c = b * BLOCK;
-      unsafe |= decode_row(codes + from * cols + c, (int)std::min<int64_t>(BLOCK, cols - c),
-                           scales[from * blocks + b], out + r * cols + c);
+      const int64_t c = b * BLOCK, at = r * cols + c;
+      unsafe |= decode_row(codes + at, (int)std::min<int64_t>(BLOCK, cols - c), scales[r * blocks + b], out + at);
     }
   }
   return (int)unsafe;

@@ -21,9 +21,9 @@ static INLINE uint16_t scale_byte(uint16_t amax, uint16_t carry) {
 
 // What a scale byte s means in BF16 patterns: the pattern below E4M3's smallest normal, 2^-6; that of 448; and the
 // way from BF16's exponent to E4M3's.
-static INLINE uint16_t below_normal(uint16_t s) { return (uint16_t)(((s - 6) << 7) - 1); }
-static INLINE uint16_t largest_value(uint16_t s) { return (uint16_t)(((s + 8) << 7) | 0x60); }
-static INLINE uint16_t code_offset(uint16_t s) { return (uint16_t)((s - 7) << 3); }
+static INLINE uint16_t below_normal(uint16_t s) { return (uint16_t)(((s - 6u) << 7) - 1u); }
+static INLINE uint16_t largest_value(uint16_t s) { return (uint16_t)(((s + 8u) << 7) | 0x60u); }
+static INLINE uint16_t code_offset(uint16_t s) { return (uint16_t)((s - 7u) << 3); }
 static INLINE bool takes_patterns(uint16_t s) { return s >= FIRST_BF16_SCALE && s <= LAST_BF16_SCALE; }
 
 // One scale for all lanes, out of arrays over a row's blocks: from memory a word is spread over a register in one step.

@@ -111,8 +111,8 @@ def linear(x: Tensor, packed: Tensor) -> Tensor:
 
 def _checked_buffer(features: int, contracted: int) -> _Buffer | None:
     """A packed buffer that our own packing fills so that products are torch.mm's; None where they are not."""
-    generator = torch.Generator().manual_seed(features * 31 + contracted)
-    weight = torch.randn(features, contracted, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(features * 31 + contracted)
+    weight = kernels.buffer((features, contracted), torch.float32).normal_(generator=generator)
     row, _ = kernels.quantize(weight, rceil=False, row=kernels.Want.BOTH)
     assert row is not None  # asked for
     codes, values = row.codes, row.values
@@ -124,7 +124,7 @@ def _checked_buffer(features: int, contracted: int) -> _Buffer | None:
         return None  # another blocked order, or none at all
     address: int = torch.ops.mkldnn.data_ptr(buffer)
     for rows in CHECK_ROWS:
-        x = torch.randn(rows, contracted, generator=generator).bfloat16()
+        x = kernels.buffer((rows, contracted), torch.float32).normal_(generator=generator).bfloat16()
         wanted = torch.mm(x, values.t())
         if not torch.equal(linear(x, buffer), wanted):
             return None

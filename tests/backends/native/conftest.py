@@ -9,7 +9,8 @@ import pytest
 from quaver.backends import native
 from quaver.backends.native.build import MARCH, SWITCH
 
-BASELINE = {"x86_64": "x86-64-v2", "aarch64": "armv8-a"}[platform.machine()]
+# with all that this CPU has, with AVX512 masked off, and with what every such CPU has
+MARCHES = ["native", *{"x86_64": ["x86-64-v3", "x86-64-v2"], "aarch64": ["armv8-a"]}.get(platform.machine(), [])]
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +35,7 @@ def paths(monkeypatch, kernel_cache):
     native.forget()
 
 
-@pytest.fixture(params=["native", BASELINE])
+@pytest.fixture(params=MARCHES)
 def compiled(request, paths):
     """The kernels are loaded, for one instruction set."""
     if native.find_compiler() is None:
