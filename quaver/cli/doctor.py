@@ -59,7 +59,8 @@ def _rows(document: dict[str, Any]) -> list[Row]:
     )
     rows.append(("c++ compiler", compiler["path"] or "none", None, compiler["needed_for"]))
     kernels = document["kernels"]
-    rows.append(("cpu kernels", kernels["path"], kernels["path"] == "native", kernels["reason"]))
+    why = ". ".join(filter(None, (kernels["reason"], kernels["remedy"])))
+    rows.append(("cpu kernels", kernels["path"], kernels["path"] == "native", why))
     for backend in document["backends"]:
         rows += _backend_rows(backend)
     corpus, cache = document["default_corpus"], document["cache"]

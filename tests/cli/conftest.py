@@ -100,9 +100,14 @@ def tiny(tmp_path: Path, home: Path, corpus: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def quaver(home: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def quaver(
+    home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ended]:
     """quaver("train", file, ...): runs the command in this process, its streams caught at the descriptors."""
+    from quaver.backends.native import compiler
     from quaver.cli.main import main
+
+    monkeypatch.setattr(compiler, "PATIENCE", 600.0)  # a busy machine's slow compiler is no line on stderr
 
     def run(*arguments: object) -> Ended:
         capfd.readouterr()

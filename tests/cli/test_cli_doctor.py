@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -69,6 +70,40 @@ def test_what_is_missing_is_told_and_is_no_failure(
     table = quaver("doctor")
     assert table.code == 0
     assert "QUAVER_CACHE" in table.out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("QUAVER_CACHE", "/proc/nope", "set QUAVER_CACHE"),
+        ("QUAVER_CACHE", "/etc/passwd", "set QUAVER_CACHE"),
+        ("CXX", 'g++ "', "unset CXX"),
+        ("CXX", "/nonexistent", "unset CXX"),
+    ],
+)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_kernels_that_cannot_be_built_are_told_with_the_remedy(
+    quaver: Run, monkeypatch: pytest.MonkeyPatch, name: str, value: str, remedy: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    document = quaver("doctor", "--json")
+    assert document.code == 0
+    kernels = json.loads(document.out)["kernels"]
+    assert kernels["path"] == "torch"
+    assert value in kernels["reason"]
+    assert remedy in kernels["remedy"]
+    table = quaver("doctor")
+    assert table.code == 0
+    (row,) = [line for line in table.out.splitlines() if line.startswith("cpu kernels")]
+    assert " no " in row
+    assert remedy in row
+
+
+def test_a_switch_that_is_neither_on_nor_off(quaver: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUAVER_KERNELS", "maybe")
+    ended = quaver("doctor")
+    assert (ended.code, ended.out) == (2, "")
+    assert "QUAVER_KERNELS" in ended.err
 
 
 def npu_needs(document: dict[str, Any]) -> dict[str, dict[str, bool]]:
