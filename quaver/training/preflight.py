@@ -1,6 +1,6 @@
 """What can be known without training: the checks of a dry run, which are the first ones of every run.
 
-May import: assembly, data, distributed, config, errors.
+May import: assembly, data, distributed, backends (the kernels' switch), config, errors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quaver.assembly import Assembly, plan_on_meta
+from quaver.backends.native.build import switched_on
 from quaver.checkpoint import look_for
 from quaver.config import DataConfig, RunConfig
 from quaver.data import check_data, prepare_data
@@ -51,6 +52,7 @@ def dry_run(
         ConfigError, PlanError, CapabilityError: what the run itself would end with.
     """
     check_threads(config.training.num_threads)
+    switched_on()  # raises for a value that is neither on nor off, before anything is made
     training_device(config, formats)
     check_start(config)
     assembly = plan_on_meta(config, formats)
@@ -183,7 +185,7 @@ def _gib(size: float) -> str:
 
 
 def check_cache_folder(config: DataConfig) -> None:
-    """ConfigError if the token cache cannot be made or written; nothing is made."""
+    """ConfigError if the token cache cannot be made or written; nothing is left behind."""
     root = cache_root(config)
     reason = why_not_writable(root)
     if reason is not None:

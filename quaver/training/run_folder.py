@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,18 @@ def check_run_folder(out: str | os.PathLike[str] | None, runs: Path = RUNS) -> N
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why `folder` could not be made or written into, as far as its nearest existing ancestor tells; else None."""
+    """Why `folder` could not be made or written into, as far as its nearest existing ancestor tells; else None.
+
+    A file is made there and removed: permission bits know neither of /proc nor of a file system mounted read-only.
+    """
     above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not above.is_dir():
         return f"{above} is no folder"
-    return None if os.access(above, os.W_OK | os.X_OK) else f"{above} is not writable"
+    try:
+        with tempfile.TemporaryFile(prefix=".quaver-", dir=above):
+            return None
+    except OSError as error:
+        return f"{above} is not writable ({error.strerror or error})"
 
 
 def find_run_folder(name: str, out: str | os.PathLike[str] | None = None, runs: Path = RUNS) -> Path | None:

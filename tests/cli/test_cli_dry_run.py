@@ -57,6 +57,21 @@ def test_cache_folder_that_cannot_be_made(
     both_refuse(quaver, home, tiny(), "token cache cannot be written", "file is no folder", "data.cache_dir")
 
 
+def test_a_file_system_that_takes_no_files(
+    quaver: Run, tiny: Tiny, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder says that root may write; only trying tells."""
+    monkeypatch.setenv("QUAVER_CACHE", "/proc/nope")
+    both_refuse(quaver, home, tiny(), "token cache cannot be written", "/proc", "QUAVER_CACHE")
+
+
+def test_a_switch_of_the_kernels_that_is_neither_on_nor_off(
+    quaver: Run, tiny: Tiny, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUAVER_KERNELS", "false")
+    both_refuse(quaver, home, tiny(), "'false'", "where: the environment variable QUAVER_KERNELS", "remedy: set")
+
+
 def test_corpora(quaver: Run, tiny: Tiny, home: Path, corpus: Path, tmp_path: Path, scratch: Path) -> None:
     file = tiny()
     (corpus / "05.txt").write_bytes(b"caf\xe9\n")
