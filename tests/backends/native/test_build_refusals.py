@@ -166,6 +166,18 @@ def test_a_bad_library_with_a_right_digest_is_made_again(fresh, tmp_path, bad):
 
 
 @needs_compiler
+def test_a_bad_library_goes_even_if_it_cannot_be_made_again(fresh, monkeypatch, tmp_path):
+    real = native.find_compiler()
+    monkeypatch.setenv("CXX", script(fresh, f'test -e {tmp_path}/broken && exit 1; exec {real} "$@"'))
+    library, _ = build.build()
+    (tmp_path / "broken").touch()
+    library.write_bytes(b"rubbish")
+    library.with_suffix(".sha256").write_text(hashlib.sha256(b"rubbish").hexdigest())
+    assert build.build()[1].path == "torch"
+    assert {path.suffix for path in library.parent.iterdir()} == {".lock"}
+
+
+@needs_compiler
 def test_a_compiler_that_makes_nothing_leaves_nothing_in_the_cache(fresh, monkeypatch, capsys):
     monkeypatch.setenv("CXX", script(fresh, "exit 0"))
     for _ in range(2):
