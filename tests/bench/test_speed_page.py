@@ -20,7 +20,8 @@ _spec.loader.exec_module(speed_page)
 
 MACHINE = {
     "cpu": "A CPU", "cpu_features": ["avx2"], "threads": 2, "cores": 4, "torch": "2", "transformers": "5",
-    "kernels": {"path": "native", "reason": "compiled"}, "load_average_before": 0.0, "load_average_after": 1.0,
+    "kernels": {"path": "native", "reason": "compiled", "flags": ["-O3"]},
+    "load_average_before": 0.0, "load_average_after": 1.0,
 }  # fmt: skip
 
 
@@ -81,3 +82,86 @@ def test_figures_of_two_machines_do_not_mix() -> None:
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="once each"):
         speed_page.put_in("no marks", {"machine": MACHINE, "results": []})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"cores": 2}, "cores"),
+        ({"transformers": "6"}, "transformers"),
+        ({"kernels": {"path": "torch", "reason": "no compiler"}}, "kernels' path, kernels' flags"),
+        ({"kernels": {"path": "native", "reason": "compiled", "flags": ["-O2"]}}, "kernels' flags"),
+    ],
+    ids=str,
+)
+def test_figures_of_other_kernels_versions_and_cores_do_not_mix(change: dict[str, Any], named: str) -> None:
+    held = {"machine": MACHINE, "results": [figure("a", 1.0), figure("b", 2.0)]}
+    with pytest.raises(ValueError, match=rf"\({named} differ\)"):
+        speed_page.merge(held, {"machine": {**MACHINE, **change}, "results": [figure("b", 5.0)]})
+
+
+def test_why_kernels_are_the_same_and_the_load_may_differ() -> None:
+    held = {"machine": MACHINE, "results": [figure("a", 1.0), figure("b", 2.0)]}
+    kernels = {**MACHINE["kernels"], "reason": "found in the cache"}
+    other = {**MACHINE, "kernels": kernels, "load_average_before": 2.0}
+    assert len(speed_page.merge(held, {"machine": other, "results": [figure("b", 5.0)]})["results"]) == 2
+
+
+@pytest.fixture
+def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A page for one and two threads, and the figures of two."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    monkeypatch.setattr(speed_page, "DOCS", folder)
+    monkeypatch.setattr(speed_page, "PAGE", folder / "speed.md")
+    marks = [mark for threads in (1, 2) for mark in speed_page.marks(threads)]
+    (folder / "speed.md").write_text("\n".join(marks) + "\n")
+    (folder / "speed-2-threads.json").write_text(json.dumps({"machine": MACHINE, "results": [figure("a", 1.0)]}))
+    return folder
+
+
+def test_a_file_is_taken_over(docs: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new.json"
+    new.write_text(json.dumps({"machine": MACHINE, "results": [figure("b", 0.5)]}))
+    assert speed_page.main([str(new)]) == 0
+    page = (docs / "speed.md").read_text()
+    assert "| `a` | 1.000 |" in page
+    assert "| `b` | 0.500 |" in page
+    assert len(json.loads((docs / "speed-2-threads.json").read_text())["results"]) == 2
+
+
+WHOLE = {"machine": MACHINE, "results": [figure("b", 0.5)]}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "new.json cannot be read: No such file"),
+        (json.dumps(WHOLE)[:50], "new.json is not whole JSON"),
+        ("[]", "new.json is not what quaver bench --json writes"),
+        (json.dumps({"results": []}), "new.json is not what quaver bench --json writes"),
+        (json.dumps({**WHOLE, "machine": {**MACHINE, "cpu": None} | {"kernels": {}}}), "machine.kernels.path"),
+        (json.dumps({**WHOLE, "machine": {k: v for k, v in MACHINE.items() if k != "torch"}}), "machine.torch"),
+        (json.dumps({**WHOLE, "results": []}), "new.json lacks figures"),
+        (json.dumps({**WHOLE, "results": [{"name": "b"}]}), "results.ratio"),
+        (json.dumps({**WHOLE, "results": [{**figure("b", 0.5), "pairs": 6}]}), "fewer than 7 pairs of b"),
+        (json.dumps({**WHOLE, "machine": {**MACHINE, "threads": 3}}), "threads 3"),
+        (json.dumps({**WHOLE, "machine": {**MACHINE, "torch": "3"}}), "torch differ"),
+    ],
+    ids=[
+        "missing", "half", "a list", "no machine", "no path", "no version", "no figures", "half a figure",
+        "few pairs", "no section", "another torch",
+    ],
+)  # fmt: skip
+def test_what_cannot_stand_on_the_page_is_one_sentence_and_nothing_is_written(
+    text: str | None, told: str, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new.json"
+    if text is not None:
+        new.write_text(text)
+    before = {file.name: file.read_bytes() for file in docs.iterdir()}
+    assert speed_page.main([str(new)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("speed_page: ")
+    assert told in line
+    assert {file.name: file.read_bytes() for file in docs.iterdir()} == before
