@@ -1,6 +1,6 @@
 """What a figure of the speed table is: a name, who is held against whom, and the floor that must be met.
 
-May import: timing.
+May import: timing, errors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from quaver.bench.sizes import Sizes
 from quaver.bench.timing import Contestant, spread, take_turns
+from quaver.errors import QuaverError
 
 OnRound = Callable[[int], None]
 
@@ -78,6 +79,21 @@ class Rounds(Protocol):
 
 
 @dataclass(frozen=True)
+class Peer:
+    """A package that someone is held against.
+
+    Args:
+        package: its name.
+        install: the command that installs the version that was compared.
+        load: imports all that is used of it; ImportError or AttributeError where something is not there.
+    """
+
+    package: str
+    install: str
+    load: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class Group:
     """Comparisons that share contestants, and so their turns.
 
@@ -85,21 +101,31 @@ class Group:
         name: shown while it runs.
         comparisons: its figures.
         rounds: runs the contestants.
-        peers: packages that a contestant needs: contestant -> package.
+        peers: what a contestant needs that Quaver does not: contestant -> package.
     """
 
     name: str
     comparisons: tuple[Comparison, ...]
     rounds: Rounds
-    peers: Mapping[str, str] = field(default_factory=dict)
+    peers: Mapping[str, Peer] = field(default_factory=dict)
 
     def needed(self) -> frozenset[str]:
         """The contestants that its comparisons speak of."""
         return frozenset(name for c in self.comparisons for name in (c.ours, c.other))
 
     def run(self, sizes: Sizes, pairs: int, on_round: OnRound) -> list[Result]:
-        """All its figures, in order."""
+        """All its figures, in order.
+
+        Raises:
+            QuaverError: the rounds ended before their number was full: what was asked for would not be what is shown.
+        """
         times = self.rounds(sizes, self.needed(), pairs, on_round)
+        if len(times) != pairs:
+            raise QuaverError(
+                f"{len(times)} rounds were measured where {pairs} were asked for: no figure is made of them",
+                where=f"the group {self.name}",
+                remedy="measure again; if it stays, this is a mistake in Quaver",
+            )
         return [_result(comparison, times) for comparison in self.comparisons]
 
 
@@ -111,9 +137,9 @@ def turns(open_contestants: Callable[[Sizes, frozenset[str]], Opened]) -> Rounds
 
     def rounds(sizes: Sizes, needed: frozenset[str], pairs: int, on_round: OnRound) -> list[dict[str, float]]:
         with open_contestants(sizes, needed) as contestants:
-            return take_turns(
-                {name: contestants[name] for name in contestants if name in needed}, pairs, on_round=on_round
-            )
+            chosen = {name: contestants[name] for name in contestants if name in needed}
+            taken = take_turns(chosen, pairs, on_round=on_round)
+        return [{name: turn.per_unit for name, turn in one.items()} for one in taken]
 
     return rounds
 

@@ -8,7 +8,9 @@ May import: training, checkpoint, data, steps.
 
 from __future__ import annotations
 
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +22,7 @@ from quaver.bench.comparison import Comparison, Group, OnRound
 from quaver.bench.policies import run_config
 from quaver.bench.sizes import Sizes
 from quaver.bench.steps import built, one_batch, our_step, world
-from quaver.bench.timing import Contestant, take_turns
+from quaver.bench.timing import Contestant, Turn, take_turns
 from quaver.checkpoint import CheckpointManager, TrainState
 from quaver.config import RunConfig
 from quaver.data import Batch, Loader, prepare_data
@@ -53,13 +55,26 @@ def run_in(folder: Path, sizes: Sizes, steps: int, *, fmt: str = "mxfp8") -> Run
 
 
 class BetweenSteps(Silent):
-    """Times the trainer's loop from step to step, and lets the others take their turns in between."""
+    """Times the trainer's loop from step to step, and lets the others take their turns in between.
+
+    Ctrl-C and SIGTERM stay with whoever measures: a run would take them for the wish to end well after this step,
+    and figures of fewer rounds would come out as if nothing had happened.
+    """
 
     def __init__(self, others: Mapping[str, Contestant], on_round: OnRound) -> None:
         self.others = others
         self.on_round = on_round
         self.rounds: list[dict[str, float]] = []
         self._resumed: float | None = None
+        self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_stage(self, stage: str, done: int, total: int | None) -> None:
+        """The run has taken the signals over by the time that it builds its model: they are taken back."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # no run takes signals over in another thread
+        for number, handler in self._handlers.items():
+            if handler is not None:  # one that C has set can neither be read nor set again
+                signal.signal(number, handler)
 
     def on_step(self, step: int, result: StepResult, tokens_per_s: float) -> None:
         """A step of the trainer is done: the time since it went on, then the others' times."""
@@ -94,7 +109,12 @@ def trainer_rounds(
 
         observer = BetweenSteps({"bare": bare, "loader": load}, on_round)
         trainer = Trainer(config, observer)
-        trainer.run(folder / "run")
+        try:
+            result = trainer.run(folder / "run")
+        except KeyboardInterrupt:  # its own words name a folder that nobody shall keep
+            raise KeyboardInterrupt from None
+        if result.interrupted:  # between taking the signals over and giving them back
+            raise KeyboardInterrupt
         return observer.rounds
 
 
@@ -116,7 +136,6 @@ class Saving:
     def __init__(self, manager: CheckpointManager, assembly: Assembly, batch: Batch, loader: Loader) -> None:
         self.manager, self.assembly, self.batch, self.loader = manager, assembly, batch, loader
         self.step = 0
-        self.steps_taken: list[int] = []
 
     def __call__(self) -> int:
         """The number of steps that it took."""
@@ -127,7 +146,6 @@ class Saving:
             our_step(self.assembly, self.batch)
             steps += 1
             self.manager.poll()
-        self.steps_taken.append(steps)
         return steps
 
     def _state(self) -> TrainState:
@@ -166,11 +184,15 @@ def saving_rounds(
 ) -> list[dict[str, float]]:
     """Seconds a step beside a save and without one, and `lost`: what one save adds to all its steps together."""
     with saving_contestants(sizes) as (saving, plain):
-        rounds = take_turns({"saving": saving, "plain": plain}, pairs, on_round=on_round)
-        taken = saving.steps_taken[-pairs:]
-        return [
-            {**one, "lost": (one["saving"] - one["plain"]) * steps} for one, steps in zip(rounds, taken, strict=True)
-        ]
+        taken = take_turns({"saving": saving, "plain": plain}, pairs, on_round=on_round, leads_in=False)
+    return [with_lost(one["saving"], one["plain"]) for one in taken]
+
+
+def with_lost(saving: Turn, plain: Turn) -> dict[str, float]:
+    """Seconds a step of both, and what one save adds to its steps: a short turn holds several saves."""
+    steps = saving.units / saving.runs
+    lost = (saving.per_unit - plain.per_unit) * steps
+    return {"saving": saving.per_unit, "plain": plain.per_unit, "lost": lost}
 
 
 def trainer_group() -> Group:
