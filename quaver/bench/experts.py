@@ -54,15 +54,28 @@ def source_experts(sizes: Sizes, dtype: torch.dtype) -> DeepseekV3Experts:
 
 
 def uneven_routing(tokens: int, experts: int, top_k: int) -> torch.Tensor:
-    """int64 [tokens, top_k]: no expert has as many tokens as its neighbour, each a multiple of 32."""
-    even = tokens * top_k // experts
-    shift = [32 * (1 + pair % 4) for pair in range(experts // 2)]
+    """int64 [tokens, top_k]: different experts for each token; no expert has as many tokens as its neighbour.
+
+    Each expert has a multiple of 32 of them.
+
+    Raises:
+        ValueError: no such routing is made of these sizes.
+    """
+    sizes = f"{tokens} tokens, {experts} experts, {top_k} a token"
+    even, left = divmod(tokens * top_k, experts)
+    if left or even % 32 or even < 64:
+        raise ValueError(f"uneven routing takes a mean of 64, 96, ... tokens an expert, not {sizes}")
     counts = [even] * experts
-    for pair, more in enumerate(shift):
-        counts[2 * pair] += min(more, even // 2 // 32 * 32)
-        counts[2 * pair + 1] -= min(more, even // 2 // 32 * 32)
-    chosen = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
-    return chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(3))].view(tokens, top_k)
+    for pair in range(experts // 2):
+        moved = min(32 * (1 + pair % 4), even // 2 // 32 * 32)
+        counts[2 * pair] += moved
+        counts[2 * pair + 1] -= moved
+    if max(counts) > tokens:
+        raise ValueError(f"uneven routing would give an expert {max(counts)} tokens: {sizes}")
+    dealt = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts))
+    # dealt in rounds, one expert to each token: the choices of a token lie `tokens` apart, and no expert is so long
+    index = dealt.view(top_k, tokens).t()
+    return index[torch.randperm(tokens, generator=torch.Generator().manual_seed(3))]
 
 
 @contextmanager
@@ -70,10 +83,6 @@ def expert_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping
     """Gradients of inputs, routing weights and both weights; low-precision ones with their refresh."""
     x = drawn(sizes.tokens, sizes.hidden, seed=7).bfloat16().requires_grad_()
     toward = drawn(sizes.tokens, sizes.hidden, scale=1e-3, seed=8).bfloat16()
-    routings = {
-        "": even_routing(sizes.tokens, sizes.experts, sizes.top_k),
-        UNEVEN: uneven_routing(sizes.tokens, sizes.experts, sizes.top_k),
-    }
     weight = torch.softmax(drawn(sizes.tokens, sizes.top_k, seed=9), -1).bfloat16().requires_grad_()
 
     def step(module: nn.Module, index: torch.Tensor) -> None:
@@ -85,7 +94,10 @@ def expert_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping
         step(module, index)
 
     contestants: dict[str, Contestant] = {}
-    for suffix, index in routings.items():
+    for suffix, routing in (("", even_routing), (UNEVEN, uneven_routing)):
+        if not any(name.endswith(UNEVEN) == bool(suffix) for name in needed):
+            continue  # sizes that do not fit one of the two are no hindrance to the other
+        index = routing(sizes.tokens, sizes.experts, sizes.top_k)
         if f"bf16{suffix}" in needed:
             plain = source_experts(sizes, torch.bfloat16)
             contestants[f"bf16{suffix}"] = partial(step, plain, index)
@@ -127,5 +139,5 @@ def experts_peer_group() -> Group:
     uneven = Comparison(
         "experts.mxfp8.over_torchao_uneven", f"mxfp8{UNEVEN}", f"torchao{UNEVEN}", None, what
     )
-    peers = dict.fromkeys(("torchao", f"torchao{UNEVEN}"), torchao_peer.PACKAGE)
+    peers = dict.fromkeys(("torchao", f"torchao{UNEVEN}"), torchao_peer.PEER)
     return Group("experts, peers", (even, uneven), turns(expert_contestants), peers=peers)

@@ -1,8 +1,9 @@
 """The GEMM floor of a step: its matrix products in BF16 and nothing else, each with weights of its own.
 
 Every linear layer, router and expert has three products (fprop, dgrad, wgrad) of the shapes that a step has;
-experts get equally many tokens; attention has two products of full score matrices forward and four backward. No
-product waits for another, nothing is added, activated, summed or updated. May import: models.
+experts get equally many tokens; attention has two products forward and four backward for each block of queries, with
+the keys that its queries may see, as our attention has: the keys behind are multiplied by nobody. No product waits
+for another, nothing is added, activated, summed or updated. May import: models.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from quaver.bench.operators import drawn
 from quaver.bench.sizes import Sizes
 from quaver.bench.timing import Contestant
 from quaver.models import build_on_meta, iter_moe_layers, load_hf_config
+from quaver.models.causal_blocks import BLOCK
 
 Product = Callable[[], object]
 
@@ -48,7 +50,7 @@ def _products(sizes: Sizes) -> list[Product]:
             for _ in range(count):
                 found += _layer(rows, outputs, inputs)
     for _ in range(sizes.model["num_hidden_layers"]):
-        found += _attention(sizes)
+        found += attention_products(sizes)
     return found
 
 
@@ -58,14 +60,23 @@ def _layer(tokens: int, outputs: int, inputs: int) -> list[Product]:
     return [lambda: torch.mm(x, w.t()), lambda: torch.mm(g, w), lambda: torch.mm(g.t(), x)]
 
 
-def _attention(sizes: Sizes) -> list[Product]:
-    """Scores and outputs forward; gradients of probabilities, V, Q and K backward."""
-    model = sizes.model
-    heads, T = sizes.batch * model["num_attention_heads"], sizes.seq_len
+def attention_products(sizes: Sizes) -> list[Product]:
+    """Of all blocks of one layer."""
+    model, T = sizes.model, sizes.seq_len
+    heads = sizes.batch * model["num_attention_heads"]
     width = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
     q, k = _matrix(heads, T, width), _matrix(heads, T, width)
     v, g = _matrix(heads, T, model["v_head_dim"]), _matrix(heads, T, model["v_head_dim"])
-    scores = _matrix(heads, T, T)
+    found: list[Product] = []
+    for start in range(0, T, BLOCK):
+        end = min(T, start + BLOCK)
+        found += _block(q[:, start:end], k[:, :end], v[:, :end], g[:, start:end])
+    return found
+
+
+def _block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> list[Product]:
+    """Scores and outputs forward; gradients of probabilities, V, Q and K backward."""
+    scores = _matrix(len(q), q.shape[1], k.shape[1])
     return [
         lambda: torch.bmm(q, k.transpose(1, 2)),
         lambda: torch.bmm(scores, v),

@@ -28,7 +28,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu_features": _features(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "kernels": native.status().to_json(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "torch": torch.__version__,
@@ -36,6 +36,11 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average_before": load_average(),
     }
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def load_average() -> float:

@@ -1,5 +1,9 @@
 """Quantising over a copy, and a dense layer's forward and backward over BF16's and torchao's.
 
+Quantising is timed as codes, by row, by column and both ways, which is what weights and what is kept for later are;
+and as training does it with what it multiplies at once: both ways of a gradient as BF16 values, and of an input BF16
+values by row (the product that comes next) and codes by column (which the backward pass reads).
+
 A low-precision layer is timed as a training step uses it: its weight is quantised from its FP32 master once,
 then comes one forward and one backward of all tokens of the step. May import: policies, low_precision, backends.
 """
@@ -21,6 +25,8 @@ from quaver.bench.sizes import Sizes
 from quaver.bench.timing import Contestant
 from quaver.low_precision import Quantizer, refresh
 
+AS_TRAINED = {"gradient": QuantizationRole.GRAD_OUTPUT, "input": QuantizationRole.INPUT_FWD}
+
 
 def drawn(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
     """Normal numbers in FP32, the same in every process."""
@@ -29,7 +35,7 @@ def drawn(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 @contextmanager
 def quantise_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping[str, Contestant]]:
-    """BF16 [tokens, N], a gradient of the layer's output, to codes and scales; a copy. All make new tensors."""
+    """BF16 [tokens, N] to codes and scales, or to the values that training multiplies; a copy. All make new tensors."""
     x_TN = drawn(sizes.tokens, sizes.linear[1]).bfloat16()
 
     def one_axis(quantizer: Quantizer, orientation: Orientation) -> None:
@@ -43,10 +49,12 @@ def quantise_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mappi
 
     contestants: dict[str, Contestant] = {"copy": copy}
     for fmt in ("mxfp8", "hif8"):
-        quantizer = policy(fmt).recipe.quantizer(QuantizationRole.INPUT_BWD)  # a role that keeps codes both ways
+        quantizer = policy(fmt).recipe.quantizer(QuantizationRole.INPUT_BWD)  # a role that writes codes both ways
         contestants[f"{fmt} row"] = partial(one_axis, quantizer, "row")
         contestants[f"{fmt} col"] = partial(one_axis, quantizer, "col")
         contestants[f"{fmt} both"] = partial(both_axes, quantizer)
+    for name, role in AS_TRAINED.items():
+        contestants[f"mxfp8 {name}"] = partial(both_axes, policy("mxfp8").recipe.quantizer(role))
     yield contestants
 
 
@@ -70,9 +78,10 @@ def linear_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping
         plain = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
         plain.load_state_dict({"weight": weight})
         contestants["bf16"] = partial(step, plain)
-    for fmt in {"mxfp8", "hif8"} & needed:
-        layer = low_precision_linear(fmt, weight)
-        contestants[fmt] = partial(refreshed_step, layer)
+    for fmt in ("mxfp8", "hif8"):  # in this order, whatever the hashes of strings are in this process
+        if fmt in needed:
+            layer = low_precision_linear(fmt, weight)
+            contestants[fmt] = partial(refreshed_step, layer)
     if "torchao" in needed:
         peer = torchao_peer.linear(weight)
         contestants["torchao"] = partial(step, peer)
@@ -80,18 +89,23 @@ def linear_contestants(sizes: Sizes, needed: frozenset[str]) -> Iterator[Mapping
 
 
 def quantise_group() -> Group:
-    """Row, column and both; only both axes have a target."""
+    """Codes by row, column and both, of which both have a target; then what training makes of gradients and inputs."""
     rows = [
         Comparison(
             f"quantise.{fmt}.{side}",
             f"{fmt} {side}",
             "copy",
             3.6 if side == "both" else None,
-            f"{LABELS[fmt]}, {side} of a BF16 tensor, over a copy of it",
+            f"{LABELS[fmt]} codes, {side} of a BF16 tensor, over a copy of it",
         )
         for fmt, sides in (("mxfp8", ("row", "col", "both")), ("hif8", ("row", "both")))
         for side in sides
     ]
+    for name, made in (
+        ("gradient", "MXFP8 gradient as training makes it: BF16 values by row and by column, over a copy of it"),
+        ("input", "MXFP8 input as training makes it: BF16 values by row, codes by column, over a copy of it"),
+    ):
+        rows.append(Comparison(f"quantise.mxfp8.{name}", f"mxfp8 {name}", "copy", None, made))
     return Group("quantise", tuple(rows), turns(quantise_contestants))
 
 
@@ -119,4 +133,4 @@ def linear_peer_group() -> Group:
         0.588,
         "MXFP8 Linear, forward and backward, over torchao's emulated MXFP8Linear (FLOOR)",
     )
-    return Group("linear, peers", (row,), turns(linear_contestants), peers={"torchao": torchao_peer.PACKAGE})
+    return Group("linear, peers", (row,), turns(linear_contestants), peers={"torchao": torchao_peer.PEER})

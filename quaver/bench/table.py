@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from quaver.bench.comparison import Group, Result
+from quaver.bench.comparison import Group, Peer, Result
 from quaver.bench.experts import experts_group, experts_peer_group
 from quaver.bench.loop import saving_group, trainer_group
-from quaver.bench.machine import describe_machine, load_average
+from quaver.bench.machine import cores, describe_machine, load_average
 from quaver.bench.operators import linear_group, linear_peer_group, quantise_group
 from quaver.bench.sizes import FULL, Sizes
 from quaver.bench.steps import step_group
@@ -75,17 +75,43 @@ def chosen_groups(all_groups: Sequence[Group], only: Sequence[str]) -> list[Grou
 
 
 def require_peers(chosen: Sequence[Group]) -> None:
-    """CapabilityError if a package that someone is held against is not installed: no row is left out."""
+    """CapabilityError if a package that someone is held against cannot be used: no row is left out."""
+    concerned: dict[str, tuple[Peer, list[str]]] = {}
     for group in chosen:
-        for contestant in sorted(group.needed() & group.peers.keys()):
-            package = group.peers[contestant]
-            if find_spec(package) is None:
-                names = [c.name for c in group.comparisons if contestant in (c.ours, c.other)]
-                raise CapabilityError(
-                    f"the peer {package} is not installed",
-                    where=", ".join(names),
-                    remedy=f"pip install {package} (part of quaver[dev]), or choose others with --only",
-                )
+        for c in group.comparisons:
+            for contestant in (c.ours, c.other):
+                if contestant in group.peers:
+                    peer = group.peers[contestant]
+                    concerned.setdefault(peer.package, (peer, []))[1].append(c.name)
+    for peer, names in concerned.values():
+        trouble = _trouble(peer)
+        if trouble is not None:
+            raise CapabilityError(
+                trouble,
+                where=", ".join(names),
+                remedy=f"{peer.install}, or leave these figures out: --only chooses others",
+            )
+
+
+def _trouble(peer: Peer) -> str | None:
+    """What hinders the peer, found by importing what is used of it; None: nothing does."""
+    if find_spec(peer.package) is None:
+        return f"the peer {peer.package} is not installed"
+    try:
+        peer.load()
+    except (ImportError, AttributeError, OSError) as error:  # not there, of another version, or a library of another
+        return f"the peer {peer.package} is installed, but not fit to be measured: {error}"
+    return None
+
+
+def require_threads(threads: int) -> None:
+    """ConfigError for more threads than this process has cores: they would take turns, and be timed doing so."""
+    if threads > cores():
+        raise ConfigError(
+            f"{threads} threads are more than the cores that this process may use: {cores()}",
+            where="--threads",
+            remedy=f"at most --threads {cores()}, or allow more cores (taskset, the container's limits)",
+        )
 
 
 def run_bench(
@@ -102,15 +128,17 @@ def run_bench(
     Args:
         only: globs over names; none: all figures.
         pairs: rounds of each figure; a claim takes at least 7.
-        threads: of everything that is timed; the process gets its own number back.
+        threads: of everything that is timed, at most one a core; the process gets its own number back.
         sizes: of layers and models.
         on_progress: told (group, rounds done, rounds in all).
         all_groups: what there is to choose from; None: everything.
 
     Raises:
-        ConfigError: a glob matches nothing.
-        CapabilityError: a chosen figure's peer is not installed.
+        ConfigError: a glob matches nothing, or there are fewer cores than threads.
+        CapabilityError: a chosen figure's peer is not installed, or not fit.
+        QuaverError: a group has measured fewer rounds than it was asked for.
     """
+    require_threads(threads)
     chosen = chosen_groups(groups() if all_groups is None else all_groups, only)
     require_peers(chosen)
     before = torch.get_num_threads()

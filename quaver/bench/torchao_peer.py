@@ -1,42 +1,50 @@
 """torchao's emulated MXFP8, the peer that computes the same numbers; imported only where it is measured.
 
-The one place of the package that knows a peer: nothing that trains imports it. May import: errors.
+The one place of the package that knows a peer: nothing that trains imports it. May import: comparison.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-PACKAGE = "torchao"
+from quaver.bench.comparison import Peer
+
+VERSION = "0.18.0"  # the one of constraints.txt; its prototypes move from version to version
 
 
-def installed() -> bool:
-    """Whether the peer can be imported."""
-    return find_spec(PACKAGE) is not None
-
-
-def linear(weight: torch.Tensor) -> nn.Module:
-    """MXFP8Linear with a BF16 weight [N, K], emulated, scale rule FLOOR."""
+def _parts() -> SimpleNamespace:
+    """All that is used of it."""
+    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-    module = MXFP8Linear(
-        weight.shape[1],
-        weight.shape[0],
-        bias=False,
-        kernel_preference=KernelPreference.EMULATED,
-        scale_calculation_mode=ScaleCalculationMode.FLOOR,
-        dtype=torch.bfloat16,
+    return SimpleNamespace(
+        grouped_mm=_to_mxfp8_then_scaled_grouped_mm,
+        linear=MXFP8Linear,
+        choices={
+            "kernel_preference": KernelPreference.EMULATED,
+            "scale_calculation_mode": ScaleCalculationMode.FLOOR,
+        },
     )
+
+
+# without its dependencies, as `make setup` has it: they are not needed here, and would replace torch
+PEER = Peer("torchao", f"pip install --no-deps torchao=={VERSION}", _parts)
+
+
+def linear(weight: torch.Tensor) -> nn.Module:
+    """MXFP8Linear with a BF16 weight [N, K], emulated, scale rule FLOOR."""
+    torchao = _parts()
+    outputs, inputs = weight.shape
+    module: nn.Module = torchao.linear(inputs, outputs, bias=False, dtype=torch.bfloat16, **torchao.choices)
     with torch.no_grad():
-        module.weight.copy_(weight)
-    made: nn.Module = module
-    return made
+        module.get_parameter("weight").copy_(weight)
+    return module
 
 
 class Experts(nn.Module):
@@ -63,16 +71,8 @@ class Experts(nn.Module):
 
 
 def _grouped(x_SK: torch.Tensor, w_ENK: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    out: torch.Tensor = _to_mxfp8_then_scaled_grouped_mm(
-        x_SK,
-        w_ENK.transpose(-2, -1),
-        ends,
-        out_dtype=torch.bfloat16,
-        kernel_preference=KernelPreference.EMULATED,
-        scale_calculation_mode=ScaleCalculationMode.FLOOR,
+    torchao = _parts()
+    out: torch.Tensor = torchao.grouped_mm(
+        x_SK, w_ENK.transpose(-2, -1), ends, out_dtype=torch.bfloat16, **torchao.choices
     )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,16 +11,18 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from quaver.backends.contract import QuantizedOperand, UncodedOperand
 from quaver.bench import groups, run_bench, torchao_peer
-from quaver.bench.experts import even_routing, source_experts, uneven_routing
-from quaver.bench.floor import bare_gemms
-from quaver.bench.operators import drawn
+from quaver.bench.experts import UNEVEN, even_routing, expert_contestants, source_experts, uneven_routing
+from quaver.bench.floor import attention_products, bare_gemms
+from quaver.bench.operators import drawn, linear_contestants, quantise_contestants
 from quaver.bench.policies import policy
 from quaver.bench.sizes import FULL, Sizes
 from quaver.bench.steps import built, one_batch, our_step, world
 from quaver.bench.stock import stock_step
-from quaver.low_precision import quantize_weights
+from quaver.low_precision import Quantizer, quantize_weights
 from quaver.models import DeepseekV3LowPrecisionExperts, build_on_meta, load_hf_config
+from quaver.models.causal_blocks import causal_attention
 
 
 def test_the_model_of_the_step_is_the_one_that_is_promised() -> None:
@@ -50,11 +53,68 @@ def test_every_group_runs_and_gives_all_its_figures(name: str, small: Sizes) -> 
 @pytest.mark.parametrize("sizes", [(2048, 16, 4), (128, 4, 2), (512, 8, 2)], ids=str)
 def test_uneven_experts_have_whole_blocks_and_no_neighbour_of_their_length(sizes: tuple[int, int, int]) -> None:
     tokens, experts, top_k = sizes
-    counts = torch.bincount(uneven_routing(*sizes).flatten(), minlength=experts).tolist()
+    index = uneven_routing(*sizes)
+    assert index.shape == (tokens, top_k)
+    counts = torch.bincount(index.flatten(), minlength=experts).tolist()
     assert sum(counts) == tokens * top_k
     assert all(a != b for a, b in pairwise(counts))
-    if tokens * top_k // experts % 32 == 0:
-        assert all(count % 32 == 0 and count > 0 for count in counts)
+    assert all(count % 32 == 0 and count > 0 for count in counts)
+    assert all(len(set(row)) == top_k for row in index.tolist())  # a router never chooses an expert twice
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ((100, 3, 2), "a mean of 64, 96"),  # does not divide
+        ((96, 4, 2), "a mean of 64, 96"),  # 48 tokens each
+        ((64, 4, 2), "a mean of 64, 96"),  # 32 each: nothing can be moved and a whole block be left
+        ((64, 2, 2), "would give an expert 96 tokens"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_uneven_routing_is_made_of_are_told(sizes: tuple[int, int, int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        uneven_routing(*sizes)
+
+
+def test_sizes_of_which_only_even_routing_is_made_measure_that(small: Sizes) -> None:
+    sizes = replace(small, tokens=64)
+    with expert_contestants(sizes, frozenset({"bf16"})) as contestants:
+        assert list(contestants) == ["bf16"]
+    with pytest.raises(ValueError, match="uneven"), expert_contestants(sizes, frozenset({f"bf16{UNEVEN}"})):
+        pass
+
+
+def test_the_order_of_turns_does_not_hang_on_the_hashes_of_strings(small: Sizes) -> None:
+    class Backwards(set):
+        """A set that a loop over its common part with another one would find in the other order."""
+
+        def __rand__(self, other: set[str]) -> list[str]:
+            return sorted(set(self) & set(other))
+
+    with linear_contestants(small, Backwards({"mxfp8", "hif8", "bf16"})) as contestants:
+        assert list(contestants) == ["bf16", "mxfp8", "hif8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("both", (QuantizedOperand, QuantizedOperand)),
+        ("gradient", (UncodedOperand, UncodedOperand)),
+        ("input", (UncodedOperand, QuantizedOperand)),
+    ],
+)
+def test_quantising_makes_what_its_name_says(
+    name: str, kinds: tuple[type, type], small: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes both ways; values both ways as of a gradient; values by row and codes by column as of an input."""
+    made: list[tuple[QuantizedOperand, QuantizedOperand]] = []
+    dual = Quantizer.quantize_dual
+    monkeypatch.setattr(Quantizer, "quantize_dual", lambda *a, **k: made.append(dual(*a, **k)))
+    with quantise_contestants(small, frozenset()) as contestants:
+        contestants[f"mxfp8 {name}"]()
+    ((row, col),) = made
+    assert (type(row), type(col)) == kinds
 
 
 def test_a_second_run_in_one_process_finds_the_settings_as_they_were(small: Sizes) -> None:
@@ -65,8 +125,15 @@ def test_a_second_run_in_one_process_finds_the_settings_as_they_were(small: Size
         assert now == before
 
 
-def test_the_floor_has_the_products_of_a_step(small: Sizes) -> None:
-    """Against a count by hand: six FLOPs a weight and token for layers, twelve T a score row for attention."""
+@pytest.mark.parametrize(
+    ("seq_len", "scores"), [(32, 32 * 32), (300, 128 * 128 + 128 * 256 + 44 * 300)], ids=["one block", "three"]
+)
+def test_the_floor_has_the_products_of_a_step(seq_len: int, scores: int, small: Sizes) -> None:
+    """Against a count by hand: six FLOPs a weight and token for layers, and for attention as many a score and width.
+
+    A block of 128 queries has scores for the keys up to its last query.
+    """
+    small = replace(small, seq_len=seq_len)
     model = build_on_meta(load_hf_config("deepseek_v3", small.model))
     c, tokens = model.config, small.batch * small.seq_len
     layers = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
@@ -74,10 +141,23 @@ def test_the_floor_has_the_products_of_a_step(small: Sizes) -> None:
     layers += c.num_experts_per_tok * 3 * c.hidden_size * c.moe_intermediate_size  # the experts a token takes
     heads = small.batch * c.num_attention_heads * c.num_hidden_layers
     wide, narrow = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
-    attention = heads * small.seq_len**2 * 2 * (wide + narrow) * 3
+    attention = heads * scores * 2 * (wide + narrow) * 3
     with FlopCounterMode(display=False) as counted:
         bare_gemms(small)()
     assert counted.get_total_flops() == 6 * tokens * layers + attention
+
+
+def test_the_floors_attention_is_what_our_attention_multiplies(small: Sizes) -> None:
+    sizes = replace(small, seq_len=300)
+    heads, width = small.model["num_attention_heads"], 32
+    shapes = [(sizes.batch, heads, 300, n) for n in (width, width, small.model["v_head_dim"])]
+    q, k, v = (drawn(*shape).bfloat16().requires_grad_() for shape in shapes)
+    with FlopCounterMode(display=False) as ours:
+        causal_attention(q, k, v, 1.0).sum().backward()
+    with FlopCounterMode(display=False) as floor:
+        for product in attention_products(sizes):
+            product()
+    assert floor.get_total_flops() == ours.get_total_flops()
 
 
 def test_our_step_and_stock_train_the_same_model(small: Sizes) -> None:
