@@ -1,10 +1,15 @@
-"""`quaver bench`. May import: bench and this room; numbers and targets are in the bench room."""
+"""`quaver bench`. May import: bench, errors and this room; numbers and targets are in the bench room."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +18,13 @@ from rich.text import Text
 
 from quaver.cli.console import err, new_table, note, out, printable, stdout_kept_clean, write_json
 from quaver.cli.options import JSON
+from quaver.errors import QuaverError
 
 if TYPE_CHECKING:
     from quaver.bench import BenchReport, Result
 
 MARKS = {True: ("met", "green"), False: ("missed", "red"), None: ("", "dim")}
+TERMINATED = 128 + signal.SIGTERM
 
 
 def bench(
@@ -33,7 +40,7 @@ def bench(
         int, typer.Option(min=1, help="Rounds of each figure; its ratio is the median over them.")
     ] = 7,
     threads: Annotated[
-        int, typer.Option(min=1, help="Threads of everything that is timed.")
+        int, typer.Option(min=1, help="Threads of everything that is timed, at most one a core.")
     ] = 1,
     as_json: JSON = False,
 ) -> None:
@@ -43,32 +50,77 @@ def bench(
     and the largest beside it, and the target is the largest that is accepted. A missed target is marked and
     leaves the exit code 0: a busy machine misses more than a quiet one, and the load is part of the output.
 
-    All of it takes about eight minutes. Peers (torchao) have to be installed; otherwise choose other
+    All of it takes about ten minutes. Peers (torchao) have to be installed; otherwise choose other
     figures.
 
     Example: quaver bench --only 'linear.*' --only quantise.mxfp8.both
     """
-    with stdout_kept_clean(as_json):
+    with _sigterm_as_ctrl_c(), stdout_kept_clean(as_json):
         from quaver.bench import run_bench
 
         with _progress() as on_progress:
             report = run_bench(only or (), pairs=pairs, threads=threads, on_progress=on_progress)
-    if as_json:
-        write_json(report.to_json())
-    else:
-        _show(report)
+    with _written():
+        if as_json:
+            write_json(report.to_json())
+        else:
+            _show(report)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM goes the way of Ctrl-C, on which the folders with corpus and checkpoints are removed; ends with 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # a library's caller: signals are not ours
+        return
+    came = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if not came:  # a second one would cut the removing short
+            came = True
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not came:
+            raise
+        note("stopped")
+        raise typer.Exit(TERMINATED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    """Around the output: a full disk behind it is told in one sentence, and ends with 3."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError):  # what is still in the buffer would fail once more at the end of the process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise QuaverError(
+            f"the figures were measured and could not be written: {error.strerror or error}",
+            where="standard output",
+            remedy="make room, or send the output elsewhere, and measure again",
+        ) from None
 
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """One bar a group on a terminal, one line a group elsewhere; both on stderr."""
+    """One bar a group on a terminal; elsewhere a line when a group begins and one when it is done. Both on stderr."""
     if not err().is_terminal:
-        seen: set[str] = set()
+        started: dict[str, float] = {}
 
         def line(group: str, done: int, total: int) -> None:
-            if group not in seen:
-                seen.add(group)
-                note(f"measuring {group}, {total} pairs")
+            if group not in started:
+                started[group] = time.monotonic()
+                note(f"measuring {group}, {total} {'pair' if total == 1 else 'pairs'}")
+            if done == total:
+                note(f"{group}: done after {time.monotonic() - started[group]:.0f} s")
 
         yield line
         return
@@ -85,10 +137,13 @@ def _progress() -> Iterator[Any]:
 
 
 def _show(report: BenchReport) -> None:
+    from quaver.bench.machine import cores
+
     machine = report.machine
+    threads = f"threads: {machine['threads']} of {cores()} cores"
     busy = f"load {machine['load_average_before']} before, {machine['load_average_after']} after"
     out().print(
-        Text(f"{machine['cpu']} · threads: {machine['threads']} · torch {machine['torch']} · {busy}", style="dim")
+        Text(f"{machine['cpu']} · {threads} · torch {machine['torch']} · {busy}", style="dim")
     )
     kernels = machine["kernels"]
     out().print(
