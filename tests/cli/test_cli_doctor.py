@@ -85,6 +85,8 @@ def test_what_is_missing_is_told_and_is_no_failure(
 def test_kernels_that_cannot_be_built_are_told_with_the_remedy(
     quaver: Run, monkeypatch: pytest.MonkeyPatch, name: str, value: str, remedy: str
 ) -> None:
+    for variable in ("QUAVER_KERNELS", "QUAVER_KERNEL_MARCH", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, value)
     document = quaver("doctor", "--json")
     assert document.code == 0

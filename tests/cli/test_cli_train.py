@@ -205,7 +205,7 @@ def test_stdout_is_one_document_and_stderr_has_no_noise(start: Start, tiny: Tiny
     document = json.loads(out)
     assert set(document) == {"dir", "steps", "val_loss", "interrupted", "report"}
     assert (document["dir"], document["steps"], document["interrupted"]) == ("runs/tiny", 2, False)
-    known = ("tiny: ", "step ", "  sample: ")
+    known = ("tiny: ", "step ", "  sample: ", "quaver: the CPU kernels are being compiled")  # the last if that is slow
     assert [line for line in err.splitlines() if not line.startswith(known)] == []
     assert "\x1b" not in err
 

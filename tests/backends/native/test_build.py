@@ -160,8 +160,10 @@ def test_a_compiler_command_of_several_words(fresh, monkeypatch):
     assert status.compiler.endswith(f"/env {real}")
 
 
+@needs_compiler
 def test_a_user_without_a_home_gets_the_torch_path(monkeypatch, capsys):
     monkeypatch.delenv("QUAVER_CACHE", raising=False)
+    monkeypatch.delenv(build.SWITCH, raising=False)
 
     def nobody(self):
         raise RuntimeError("Could not determine home directory.")

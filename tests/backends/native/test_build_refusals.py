@@ -90,10 +90,9 @@ def test_a_trial_takes_the_lock_and_loads(fresh, monkeypatch, capsys):
     def no_locks(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    refused(build.trial(), capsys.readouterr().err, "No locks available", remedy="QUAVER_CACHE")
-    monkeypatch.undo()
-    monkeypatch.setenv("QUAVER_CACHE", str(fresh))
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", no_locks)
+        refused(build.trial(), capsys.readouterr().err, "No locks available", remedy="QUAVER_CACHE")
     monkeypatch.setenv("CXX", script(fresh, "exit 0"))
     refused(build.trial(), capsys.readouterr().err, "cannot be loaded", "too short", remedy="install a working g++")
     assert not fresh.exists()
