@@ -84,7 +84,7 @@ accuracy: setup ## continue one BF16 run in each format and compare the losses, 
 tiny-seeds: setup ## train configs/tiny from scratch over three seeds, about 40 minutes on two cores
 	@$(BIN)/python benchmarks/tiny_seeds.py
 
-bench: setup ## measure the speed table, about eight minutes; leave the machine alone meanwhile
+bench: setup ## measure the speed table, about ten minutes; leave the machine alone meanwhile
 	@$(BIN)/quaver bench
 
 speed-page: setup ## measure the speed table for one thread and for two, and write docs/speed.md from it

@@ -22,7 +22,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "speed.md"
 PAIRS = 7  # fewest that a figure of the page is a median of
 SAME = ("cpu", "cpu_features", "cores", "threads", "torch", "transformers")  # what files of one table must share,
-SAME_KERNELS = ("path", "flags")  # and of their kernels
+SAME_KERNELS = ("path", "flags", "detours")  # and of their kernels
 MACHINE = (*SAME, "kernels", "load_average_before", "load_average_after")  # what the page says of the machine
 FIGURE = ("name", "ratio", "target", "met", "pairs", "min", "max", "what")  # and of a figure
 
@@ -41,10 +41,11 @@ def render(document: dict[str, Any]) -> str:
     """The machine in a paragraph and the figures in a table."""
     machine = document["machine"]
     kernels = machine["kernels"]
+    why = "; ".join([kernels["reason"], *kernels.get("detours", ())])
     lines = [
         f"Measured on {machine['cpu']} with {', '.join(machine['cpu_features'])}; threads: {machine['threads']} on "
         f"{machine['cores']} cores; torch {machine['torch']}, transformers {machine['transformers']}; kernels: "
-        f"{kernels['path']} ({kernels['reason']}); load average {machine['load_average_before']} before and "
+        f"{kernels['path']} ({why}); load average {machine['load_average_before']} before and "
         f"{machine['load_average_after']} after.",
         "",
         "| figure | ratio | target | | min to max | pairs | what over what |",

@@ -27,7 +27,7 @@ def describe_machine() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cpu_features": _features(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "kernels": native.status().to_json(),
+        "kernels": native.described(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),

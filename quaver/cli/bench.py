@@ -153,6 +153,8 @@ def _show(report: BenchReport) -> None:
             style="dim",
         )
     )
+    for detour in kernels.get("detours", ()):
+        out().print(Text(f"detour: {printable(detour)}", style="yellow"))
     table = new_table("name", "ratio", "target", "", "min to max", "pairs", "what over what")
     for result in report.results:
         word, style = MARKS[result.met]

@@ -2,7 +2,8 @@
 
 0 ok, also where SIGTERM ended a run before training; 2 config, plan or capability errors and wrong usage, nothing was
 started; 3 the run failed, or an error that nobody foresaw (with its traceback); 130 stopped by a second Ctrl-C, or by
-one before training. Verbs import what they need when they run, so that `quaver --help` needs no torch.
+one before training; 143 a measurement that SIGTERM stopped. Verbs import what they need when they run, so that
+`quaver --help` needs no torch.
 May import: the verbs of this room.
 """
 

@@ -120,7 +120,7 @@ def environment(config: RunConfig, device: torch.device, **more: Any) -> dict[st
         "threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "kernels": native.status().to_json() if config.low_precision.enabled else None,
+        "kernels": native.described() if config.low_precision.enabled else None,
         "platform": platform.platform(),
         "command": sys.argv,
         **more,

@@ -65,6 +65,11 @@ def _sigmoids() -> _Sigmoids | None:
     return None
 
 
+def sigmoids_serve() -> bool:
+    """Whether SwiGLU is computed while it is quantised, to torch's own bits."""
+    return usable() and _sigmoids() is not None
+
+
 def _reproduces(x: Tensor, sigmoid: Tensor, rest: Tensor, generator: torch.Generator) -> bool:
     dy = kernels.buffer(x.shape, torch.float32).normal_(generator=generator)
     return _equal(dy * sigmoid * rest, torch.ops.aten.silu_backward(dy, x))
