@@ -7,18 +7,36 @@
 namespace quaver {
 
 #ifdef QUAVER_AVX512
+// Of whole blocks of 32; the numbers of those that are left to the divider go to `far`. Returns how many they are.
+template <bool VALUES, class T>
+__attribute__((noinline)) static int encode_lanes(const T* __restrict x, int blocks, const LaneEncoder& encoder,
+                                                  uint8_t* __restrict codes, bf16* __restrict values,
+                                                  uint16_t* __restrict far) {
+  const LaneEncoder lanes = encoder;
+  int count = 0;
+  for (int b = 0; b < blocks; b++) {
+    far[count] = (uint16_t)b;
+    count += lanes.encode<VALUES>(x + 32 * b, codes + 32 * b, VALUES ? values + 32 * b : nullptr) != 0;
+  }
+  return count;
+}
+
 // At most CHUNK elements: codes, and values unless null.
 template <class T>
 static void encode_chunk(const T* x, int64_t n, const LaneEncoder& lanes, uint8_t* codes, bf16* values,
                          const bf16* table) {
-  for (int64_t j = 0; j < n; j += 32) {
-    uint8_t* to = codes + j;
-    bf16* value = values ? values + j : nullptr;
-    if (lanes.fits && n - j >= 32 && lanes.encode(x + j, to, value)) continue;
-    const int64_t m = n - j < 32 ? n - j : 32;
-    encode_divided(x + j, m, lanes.scale, to);
-    if (value) values_of(to, m, table, value);
+  const int blocks = lanes.fits ? (int)(n / 32) : 0;
+  uint16_t far[CHUNK / 32 + 1];
+  const int left = values ? encode_lanes<true>(x, blocks, lanes, codes, values, far)
+                          : encode_lanes<false>(x, blocks, lanes, codes, values, far);
+  for (int i = 0; i < left; i++) {
+    encode_divided(x + 32 * far[i], 32, lanes.scale, codes + 32 * far[i]);
+    if (values) values_of(codes + 32 * far[i], 32, table, values + 32 * far[i]);
   }
+  const int64_t done = 32 * (int64_t)blocks;
+  if (done == n) return;
+  encode_divided(x + done, n - done, lanes.scale, codes + done);
+  if (values) values_of(codes + done, n - done, table, values + done);
 }
 
 template <class T>

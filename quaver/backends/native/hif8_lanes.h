@@ -73,12 +73,13 @@ struct LaneEncoder {
     return _mm512_permutex2var_epi16(first, odds, second);
   }
 
-  // Codes of 32 elements, and their values unless null; false where they are left to the divider.
-  template <class T>
-  INLINE bool encode(const T* x, uint8_t* codes, bf16* values) const {
+  // Codes of 32 elements, and their values where wanted; nonzero where they are left to the divider instead. Without a
+  // call in it, so that a loop around it keeps tables and constants in registers.
+  template <bool VALUES, class T>
+  INLINE __mmask32 encode(const T* x, uint8_t* codes, bf16* values) const {
     const __m512i quotient = quotients(x);
     __m512i magnitude = _mm512_and_si512(quotient, _mm512_set1_epi16(0x7fff));
-    if (_mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16((short)FAR_ABOVE))) return false;
+    const __mmask32 far = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16((short)FAR_ABOVE));
     const __mmask32 some = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16((HIF8_SMALLEST - 1) << 7));
     magnitude = _mm512_max_epu16(magnitude, _mm512_set1_epi16(HIF8_SMALLEST << 7));
     magnitude = _mm512_min_epu16(magnitude, _mm512_set1_epi16((short)(HIF8_LARGEST << 7)));
@@ -87,12 +88,12 @@ struct LaneEncoder {
     const __m512i kept = _mm512_srlv_epi16(magnitude, bits);
     const __m512i sign = _mm512_and_si512(quotient, _mm512_set1_epi16((short)0x8000));
     const __m512i code = _mm512_or_si512(_mm512_add_epi16(kept, base(field)), _mm512_srli_epi16(sign, 8));
-    if (codes) _mm256_storeu_si256((__m256i*)codes, _mm512_cvtepi16_epi8(_mm512_maskz_mov_epi16(some, code)));
-    if (values) {
+    _mm256_storeu_si256((__m256i*)codes, _mm512_cvtepi16_epi8(_mm512_maskz_mov_epi16(some, code)));
+    if (VALUES) {
       const __m512i value = _mm512_or_si512(_mm512_sllv_epi16(kept, bits), sign);
       _mm512_storeu_si512(values, _mm512_maskz_mov_epi16(some, value));
     }
-    return true;
+    return far;
   }
 };
 

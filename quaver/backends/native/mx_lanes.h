@@ -163,18 +163,6 @@ __attribute__((noinline)) static uint32_t encode_exact(const T* __restrict x, co
   return not_bf16(code, scale);
 }
 
-// 32 lanes by the quicker way that is right; `rounded` is `exact` cut to BF16 (or itself).
-template <class Scale, class T>
-static INLINE uint32_t encode(const Rounded& rounded, const T* exact, const Scale& scale, uint8_t* codes,
-                              bf16* values) {
-  if (__builtin_expect(scale.plain && rounded.all_normal(scale), 1)) {
-    rounded.write(scale, codes, values);
-    return 0;
-  }
-  const Scale copy = scale;  // so that the scale itself, whose address is not taken, stays in registers
-  return encode_exact(exact, copy, codes, values);
-}
-
 // Fewer than 32 lanes, through a zero-padded copy.
 template <class Scale, class T>
 static INLINE uint32_t encode_rest(const T* exact, int n, const Scale& scale, uint8_t* codes, bf16* values) {

@@ -30,6 +30,7 @@ struct Output {
   bool wanted() const { return codes != nullptr || values != nullptr; }
   INLINE uint8_t* codes_at(int64_t at) const { return codes ? codes + at : nullptr; }
   INLINE bf16* values_at(int64_t at) const { return values ? values + at : nullptr; }
+  INLINE Output at(int64_t at) const { return Output{codes_at(at), scales, values_at(at)}; }
 };
 
 // The maxima of a row's blocks into `blocks`, and of its columns into `columns`; a null pointer is not wanted. A call a
@@ -112,6 +113,40 @@ static inline std::vector<Span> spans_of(const int64_t* ends, int64_t groups, in
   return spans;
 }
 
+// How many blocks of a row the quicker way was not right for, by row and by column.
+struct Left {
+  int rows, cols;
+};
+
+// One row of a tile, whole blocks of it: codes and values of the row's blocks and of the columns', the quicker way. The
+// numbers of blocks that this way is not right for go to `left_rows` and `left_cols`. There is no call in the loop, so
+// that constants stay in registers; `next_row` of `source` (none: -1) is fetched meanwhile.
+template <class Source>
+__attribute__((noinline)) static Left encode_row(const bf16* __restrict line, int blocks, const Scales* rows,
+                                                 const Scales* columns, const Output row, const Output col,
+                                                 const Source& source, int64_t next_row, int64_t next_c0, int64_t cols,
+                                                 uint16_t* __restrict left_rows, uint16_t* __restrict left_cols) {
+  Left left = {0, 0};
+  for (int b = 0; b < blocks; b++) {
+    const int c = b * BLOCK;
+    if (next_row >= 0 && next_c0 + c < cols) source.fetch(next_row, next_c0 + c);
+    const Rounded rounded(line + c);
+    if (columns) {
+      const ColumnScale scale = columns->from(c);
+      rounded.write(scale, col.codes_at(c), col.values_at(c));
+      left_cols[left.cols] = (uint16_t)b;
+      left.cols += !(scale.plain & rounded.all_normal(scale));
+    }
+    if (rows) {
+      const RowScale scale = rows->at(b);
+      rounded.write(scale, row.codes_at(c), row.values_at(c));
+      left_rows[left.rows] = (uint16_t)b;
+      left.rows += !(scale.plain & rounded.all_normal(scale));
+    }
+  }
+  return left;
+}
+
 // Quantises [rows, cols]. `Source` gives rows of a tile: `row(r, first column, width, buffer)` answers a pointer to
 // `width` elements, either its own or the buffer that it has filled; `fetch(r, c)` asks for the memory behind 32
 // elements of the next tile while this one is coded, so that they are there by then. Returns a set of flags: 1, or 2, if the row,
@@ -130,7 +165,8 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
     std::vector<bf16> cut(sizeof(T) == 4 ? BLOCK * tile : 0);
     const int blocks = tile / BLOCK;
     Scales columns(tile), block_scales(blocks);
-    std::vector<uint16_t> row_amax(BLOCK * blocks);
+    std::vector<uint16_t> row_amax(BLOCK * blocks), left(2 * (blocks + 1));
+    uint16_t *left_rows = left.data(), *left_cols = left_rows + blocks + 1;
     const Output row = row_out, col = col_out;
     const bool rows_wanted = row.wanted(), cols_wanted = col.wanted();
 #pragma omp for schedule(static)
@@ -159,28 +195,29 @@ static int quantize(const Source& source, int64_t cols, const std::vector<Span>&
       const Span next = t + 1 < work ? spans[(t + 1) / tiles] : Span{0, 0};
       const int64_t next_c0 = ((t + 1) % tiles) * tile;
       for (int r = 0; r < span.count; r++) {
-        const bool fetches = r < next.count;
         const int64_t at = (span.first + r) * cols + c0;
         if (rows_wanted) {
           block_scales.set(row_amax.data() + r * blocks, row_count, carry);
           uint8_t* row_scales = row.scales + (span.first + r) * row_blocks + c0 / BLOCK;
           for (int c = 0; c < row_count; c++) row_scales[c] = (uint8_t)block_scales.byte[c];
         }
-        for (int c = 0; c < width; c += BLOCK) {
-          const int n = std::min(BLOCK, width - c);
+        const int whole = width / BLOCK, rest = width - whole * BLOCK;
+        const Left many = encode_row(lines[r], whole, rows_wanted ? &block_scales : nullptr,
+                                     cols_wanted ? &columns : nullptr, row.at(at), col.at(at), source,
+                                     r < next.count ? next.first + r : -1, next_c0, cols, left_rows, left_cols);
+        for (int i = 0; i < many.rows; i++) {
+          const int c = left_rows[i] * BLOCK;
+          flags |= encode_exact(exact[r] + c, block_scales.at(left_rows[i]), row.codes_at(at + c), row.values_at(at + c));
+        }
+        for (int i = 0; i < many.cols; i++) {
+          const int c = left_cols[i] * BLOCK;
+          flags |= encode_exact(exact[r] + c, columns.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
+        }
+        if (rest) {
+          const int c = whole * BLOCK;
           const T* e = exact[r] + c;
-          if (fetches && next_c0 + c < cols) source.fetch(next.first + r, next_c0 + c);
-          const RowScale scale = block_scales.at(c / BLOCK);
-          if (__builtin_expect(n == BLOCK, 1)) {
-            const Rounded rounded(lines[r] + c);
-            if (cols_wanted)
-              flags |= encode(rounded, e, columns.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
-            if (rows_wanted) flags |= encode(rounded, e, scale, row.codes_at(at + c), row.values_at(at + c));
-          } else {
-            if (cols_wanted)
-              flags |= encode_rest(e, n, columns.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
-            if (rows_wanted) flags |= encode_rest(e, n, scale, row.codes_at(at + c), row.values_at(at + c));
-          }
+          if (cols_wanted) flags |= encode_rest(e, rest, columns.from(c), col.codes_at(at + c), col.values_at(at + c)) << 1;
+          if (rows_wanted) flags |= encode_rest(e, rest, block_scales.at(whole), row.codes_at(at + c), row.values_at(at + c));
         }
       }
     }
