@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from small_runs import differing, small_run, tensors, train_steps
 
 from quaver.checkpoint import CheckpointManager, dcp, load, model_view, optimizer_view
@@ -229,7 +231,15 @@ def test_turns_stay_short_until_the_last_of_two_saves_has_ended() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_a_save_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """Set up for this test alone: accelerate keeps its state for the whole process."""
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def test_a_save_that_cannot_start_leaves_nothing_behind(tmp_path: Path, accelerator: Accelerator) -> None:
     before, state = sys.getswitchinterval(), small_run()
     optimizer = state.optimizer
     with CheckpointManager(tmp_path, asynchronous=True) as manager:
@@ -238,7 +248,7 @@ def test_a_save_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
         assert not manager.in_flight
         assert sys.getswitchinterval() == before
         assert list(tmp_path.iterdir()) == []
-        manager.save(1, replace(state, optimizer=AcceleratedOptimizer(optimizer)))
+        manager.save(1, replace(state, optimizer=accelerator.prepare_optimizer(optimizer)))
         train_steps(state, 1)
         manager.wait()
     assert (tmp_path / "step-00000001").is_dir()
